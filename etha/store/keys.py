@@ -284,7 +284,7 @@ TABLE: tuple[KeyKind, ...] = (
         lease=HISTORY_LEASE,
         kept=_CHANGED,
         fields={
-            "state": "`open`, or `closed` since the publisher has left",
+            "state": "`open`, `closed` since the publisher has left in order, `lost` since it has died",
             "seq": "number of the newest version, 0 before the first; never goes back",
             "version": "its label as JSON",
             "description": "digest of the publisher's tensors",
@@ -293,6 +293,12 @@ TABLE: tuple[KeyKind, ...] = (
             "serial": "last number given to a launch or a claim; begins with the time in ms, so that a Redis that has "
             "lost its data gives no number again",
             "order": "last number given in the queue",
+            "holder": "the publisher as a holder, empty since it has left",
+            "orphans": "JSON list of holders whose publisher has ended, and which keep its newest version until "
+            "another holder has it",
+            "draining": "JSON list of subscribers that are to receive next and wait for those who read their buffers",
+            "retired": "JSON list of [SIDE/LAUNCH, why] of launches that are over, at most 64",
+            "swept": "ms since 1970 at which sides without agents were forgotten last",
         },
         doc="Versions of named tensors, from one publisher to subscribers that come and go.",
     ),
@@ -312,10 +318,11 @@ TABLE: tuple[KeyKind, ...] = (
             "slots": "versions that it keeps at once",
             "places": "subscribers that it serves at once, 0: it does not serve",
             "copies": "of the publisher: copies of one version that it gives while another holder has it; 0: no limit",
-            "retired": "JSON list of launches that are over, at most 16",
             "held": "seq of the version that it holds, 0 for none",
             "version": "its label as JSON",
             "call": "last call that has asked for a version",
+            "asked": "what it has asked for: pinned version and newer_than",
+            "refused": "last call that was refused, because no holder has its pinned version any more",
             "over": "last call that has ended",
             "claim": "number of its claim, 0 for none",
             "protect": "1: a put has ended its last hop, so that the next one is protected",
@@ -323,6 +330,7 @@ TABLE: tuple[KeyKind, ...] = (
             "seconds": "duration of the last hop that has committed",
             "error": "error of the last hop, empty if it has committed",
             "puts": "of the publisher: versions that this launch has announced",
+            "announced": "of the publisher: seq of the last of them",
             "put": "of the publisher: JSON object of the put that runs: put, seq, slot, labels of the ranks that have "
             "set it aside",
             "RANK": "JSON object: agent, host, name, pid, start",
@@ -347,7 +355,8 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={
             "SIDE/SERIAL": "JSON object: side, serial, launch, world, digest, zone, hosts, agents, publisher, orphan "
-            "(its workers have ended), places, used, slots (for each seq, version, description, copies, used)",
+            "(its workers have ended), draining, places, used, copies, slots (for each seq, version, description, "
+            "used, children: holders that have got it here, from: who gave it)",
         },
         doc="Buffers that hold versions, and how many subscribers read them.",
     ),
@@ -359,6 +368,15 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={},
         doc="Holders that have a free place, by the newest seq that can be had there.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:offers",
+        type="sorted set",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc="Holders by the newest seq that they hold, whether or not a place is free.",
     ),
     KeyKind(
         pattern="publication:NAME:held",
@@ -395,7 +413,7 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={
             "SIDE/SERIAL": "JSON object: subscriber, serial, call, newer_than, version, links, avoid, digest, zone, "
-            "hosts, draining (1: it is next, and waits for those who read its buffers)",
+            "hosts, protected",
         },
         doc="What those in the queue have asked for.",
     ),
@@ -496,6 +514,7 @@ COMMANDS = (
         "+zrange",
         "+zrangebyscore",
         "+zrem",
+        "+hkeys",
         "+zrevrangebyscore",
         "+zscore",
         "+xrevrange",

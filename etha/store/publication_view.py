@@ -97,7 +97,8 @@ class SubscriberView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationView:
-    """A publication. ``publisher`` is the side that has published last; ``state`` "open", or "closed" once it has left.
+    """A publication. ``publisher`` is the side that has published last; ``state`` "open", "closed" once it has left in
+    order, or "lost" if it has died or its agent does not answer.
 
     ``age``: seconds since the newest version was announced, None before the first.
     """
@@ -155,7 +156,7 @@ class PublicationView:
                 subscribers.append(_subscriber(f"{key}:side:{side}", side, fields, found, queue, seq, at, now))
         return cls(
             name=name,
-            state=read.one_of("state", ("open", "closed")),
+            state=read.one_of("state", ("open", "closed", "lost")),
             publisher=publisher,
             launch=read.text("launch", most=500, default=""),
             seq=seq,

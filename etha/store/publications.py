@@ -37,7 +37,20 @@ from etha.store.session import StoreSession
 log = logging.getLogger(__name__)
 
 #: The keys of a publication beside its hash, its sides and its tables.
-PARTS = ("sides", "holders", "free", "held", "queue", "wanted", "asks", "claims", "leases", "versions", "feeds")
+PARTS = (
+    "sides",
+    "holders",
+    "free",
+    "offers",
+    "held",
+    "queue",
+    "wanted",
+    "asks",
+    "claims",
+    "leases",
+    "versions",
+    "feeds",
+)
 #: What a rank that enters always says.
 _ENTRANCE = ("publication", "side", "role", "rank", "world", "zone", "slots", "places", "serial")
 #: Most characters of an error that is kept.
@@ -142,15 +155,19 @@ class Publications:
         serial: int,
         rank: int,
         put: int,
+        slot: PutSlot,
         version: int | str | None,
         *,
         timeout: float | None = None,
-    ) -> bool:
-        """A rank has set its part aside. True once all ranks have: then the version is the newest, and waiting
-        subscribers have been given their claims. Watch the side's key for it. ConfigError: labels differ."""
-        request = {"act": "announce", "side": side, "serial": serial, "rank": rank, "put": put}
-        request["version"] = label_text(version)
-        return bool(await self._script("publication_put", publication, request, timeout))
+    ) -> int:
+        """A rank has set its part aside in ``slot``. Returns the version's seq once all ranks have, 0 before.
+
+        Then the version is the newest, and waiting subscribers have been given their claims. Watch the side's key for
+        it, and ask again. ConfigError: labels differ.
+        """
+        request = {"act": "announce", "side": side, "serial": serial, "rank": rank, "put": put, "slot": slot.slot}
+        request |= {"seq": slot.seq, "version": label_text(version)}
+        return int(await self._script("publication_put", publication, request, timeout))
 
     async def holding(self, publication: str, seq: int, *, timeout: float | None = None) -> int:
         """How many subscribers hold version ``seq`` or a newer one."""
@@ -168,7 +185,7 @@ class Publications:
 
         A claim of an earlier call ends. What the subscriber's own buffer holds is forgotten when the claim is granted,
         because the hop overwrites it; until nobody reads that buffer any more, the subscriber waits. ConfigError: no
-        holder has the pinned version. GroupLostError: this launch of the subscriber is over.
+        holder has the pinned version, or none has it any more. GroupLostError: this launch of the subscriber is over.
         """
         fields = {**asdict(request), "act": "claim", "version": label_text(request.version)}
         answer = await self._script("claim", request.publication, fields, timeout)

@@ -1,0 +1,70 @@
+-- A subscriber asks for a version, or takes its question back. KEYS: publication. req.act: claim, withdraw.
+-- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held}.
+local subscriber = req.subscriber
+local S, why = current_side(subscriber, req.serial)
+if not S then
+  if req.act == 'withdraw' then return ok(false) end
+  return refuse('group_lost', why)
+end
+local id = subscriber .. '/' .. int(req.serial)
+local last, over = number(S.call), number(S.over)
+local where = 'publication ' .. req.publication .. ', subscriber ' .. subscriber
+
+if req.act == 'withdraw' then
+  if req.call < last or req.call <= over then return ok(false) end
+  leave_queue(id)
+  if number(S.claim) > 0 then end_claim(S.claim, false) end
+  redis.call('HSET', side_key(subscriber), 'call', int(req.call), 'over', int(req.call))
+  wake(subscriber, 'withdrawn')
+  lapse()
+  match()
+  finish()
+  return ok(true)
+end
+
+local function answer()
+  S = hash(side_key(subscriber))
+  local text = number(S.claim) > 0 and redis.call('HGET', part('claims'), S.claim) or nil
+  local claim = text and object(text) or nil
+  local waits = not claim and (req.version ~= '' or number(P.seq) > req.newer_than)
+  return ok({claim = claim, over = req.call < number(S.call) or req.call <= number(S.over), last = number(S.call),
+    wait = waits and first_lapse() or 0, seq = number(P.seq), held = number(S.held)})
+end
+
+if number(S.refused) == req.call then return refuse('config', where .. ': ' .. S.error) end
+local ranks, count = ranks_of(S, side_key(subscriber))
+if req.call < last or req.call <= over or count < number(S.world) then return answer() end
+
+local asked = req.version .. ' ' .. int(req.newer_than)
+if req.call == last then
+  if S.asked ~= asked then
+    return refuse('config', where .. ': ranks ask for different versions in the same call, (version, newer_than) = ('
+      .. asked .. ') and (' .. S.asked .. '): give the same on all ranks')
+  end
+else
+  if req.version ~= '' then
+    -- A version that nobody has does not come back.
+    local text = pinned(id, {version = req.version, digest = S.digest})
+    if text then return refuse('config', where .. ': ' .. text) end
+  end
+  leave_queue(id)
+  if number(S.claim) > 0 then end_claim(S.claim, false) end
+  order = order + 1
+  local hosts, known = {}, {}
+  for rank = 0, number(S.world) - 1 do
+    local name = ranks[rank].host
+    if not known[name] then known[name], hosts[#hosts + 1] = true, name end
+  end
+  local ask = {subscriber = subscriber, serial = req.serial, call = req.call, newer_than = req.newer_than,
+    version = req.version, links = req.links, avoid = req.avoid, digest = S.digest, zone = S.zone or '', hosts = hosts,
+    protected = S.protect == '1'}
+  redis.call('HSET', part('asks'), id, json(ask))
+  redis.call('ZADD', part('queue'), order, id)
+  redis.call('ZADD', part('wanted'), req.version ~= '' and 0 or req.newer_than, id)
+  redis.call('HSET', side_key(subscriber), 'call', int(req.call), 'asked', asked)
+end
+lapse()
+match()
+keep(side_key(subscriber))
+finish()
+return answer()

@@ -1,0 +1,497 @@
+-- Stands in front of claim.lua and publication_*.lua. KEYS[1] is the publication; its other keys are KEYS[1]:PART.
+-- A script loads what it needs, changes it here, and writes it
+-- back in finish(). Holders are named SIDE/SERIAL, slots count from 0 outside
+-- and from 1 in lists.
+local key = KEYS[1]
+local clock = redis.call('TIME')
+local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
+local P = hash(key)
+local serial, order = number(P.serial), number(P.order)
+local retired, orphans, draining = object(P.retired), object(P.orphans), object(P.draining)
+if not (retired and orphans and draining) then
+  return refuse('protocol', "Redis key '" .. key .. "' does not hold JSON where it should")
+end
+local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds'}
+local function part(name) return key .. ':' .. name end
+local function side_key(side) return key .. ':side:' .. side end
+local function table_key(digest) return key .. ':table:' .. digest end
+local function int(value) return string.format('%d', value) end
+local function list_text(value) if #value == 0 then return '[]' end return json(value) end
+local function wake(side, what) changed(side_key(side), what) end
+local function next_serial()
+  serial = math.max(serial + 1, serial == 0 and now or 0)
+  return serial
+end
+local function remove(list, value)
+  for i = #list, 1, -1 do if list[i] == value then table.remove(list, i) end end
+end
+local function contains(list, value)
+  for _, one in ipairs(list) do if one == value then return true end end
+  return false
+end
+
+local leases = {}
+local function served(agents)
+  for _, agent in ipairs(agents) do
+    if leases[agent] == nil then leases[agent] = redis.call('EXISTS', PREFIX .. 'agent:' .. agent) == 1 end
+    if not leases[agent] then return false end
+  end
+  return true
+end
+
+-- ---- holders ------------------------------------------------------------------------------------
+local holders, touched = {}, {}
+local function holder(id)
+  if holders[id] == nil then
+    local text = redis.call('HGET', part('holders'), id)
+    local h = text and object(text)
+    if text and not (h and type(h.slots) == 'table' and type(h.agents) == 'table' and type(h.hosts) == 'table'
+        and type(h.places) == 'number' and type(h.used) == 'number') then
+      error("Redis key '" .. part('holders') .. "': field '" .. id .. "' is not a holder")
+    end
+    holders[id] = h or false
+  end
+  return holders[id] or nil
+end
+
+-- At most slots - 1 are read at a time, so that a put always finds one. The answer says for each slot whether a new
+-- claim may take it, and the greatest seq that is kept back for this reason.
+local function claimable(h)
+  local reading, found, back = 0, {}, 0
+  for _, s in ipairs(h.slots) do if s.used > 0 then reading = reading + 1 end end
+  local full = not h.orphan and reading >= math.max(1, #h.slots - 1)
+  for i, s in ipairs(h.slots) do
+    found[i] = s.seq > 0 and not (full and s.used == 0)
+    if s.seq > 0 and not found[i] then back = math.max(back, s.seq) end
+  end
+  return found, back
+end
+
+-- Holders in the order in which they were touched, so that a script does the same everywhere.
+local function touch(id)
+  if not touched[id] then touched[id], touched[#touched + 1] = true, id end
+end
+
+-- Write a holder and its places in the indices.
+local function index(id)
+  local h = holders[id]
+  touch(id)
+  local best, has = 0, 0
+  if h then
+    for i, s in ipairs(h.slots) do has = math.max(has, s.seq) end
+    if h.used < h.places and not h.draining then
+      local can = claimable(h)
+      for i, s in ipairs(h.slots) do if can[i] then best = math.max(best, s.seq) end end
+    end
+  end
+  if best > 0 then redis.call('ZADD', part('free'), best, id) else redis.call('ZREM', part('free'), id) end
+  if has > 0 then redis.call('ZADD', part('offers'), has, id) else redis.call('ZREM', part('offers'), id) end
+end
+
+local vanished = false
+
+-- A version in a slot is forgotten. Whoever gave it counts this copy no more.
+local function clear(id, slot)
+  local from = slot.from and holder(slot.from)
+  if from then
+    for _, s in ipairs(from.slots) do
+      if s.seq == slot.seq then remove(s.children, id) end
+    end
+    touch(slot.from)
+  end
+  slot.seq, slot.version, slot.description, slot.children, slot.from = 0, '', '', {}, nil
+  vanished = true
+end
+
+local function drop(id)
+  local h = holder(id)
+  if not h then return end
+  for _, s in ipairs(h.slots) do if s.seq > 0 then clear(id, s) end end
+  holders[id] = false
+  remove(orphans, id)
+  remove(draining, id)
+  if P.holder == id then P.holder = '' end
+  redis.call('HDEL', part('holders'), id)
+  index(id)
+  wake(h.side, 'dropped')
+end
+
+-- A dead publisher's last version is kept until another holder has it or a newer one.
+local function drop_orphans()
+  for i = #orphans, 1, -1 do
+    local id = orphans[i]
+    local h = holder(id)
+    if not h then
+      table.remove(orphans, i)
+    elseif h.used == 0 then
+      local seq = 0
+      for _, s in ipairs(h.slots) do seq = math.max(seq, s.seq) end
+      if seq == 0 or redis.call('ZCOUNT', part('offers'), seq, '+inf') > 1 then drop(id) end
+    end
+  end
+end
+
+-- ---- who may feed whom ------------------------------------------------------------------------------
+local function tensor(text)
+  local dtype, shape, covers = string.match(text, '^(%S+) (%S+) (%S+)$')
+  return dtype, shape, covers
+end
+
+-- '' if a holder of table ``source`` may feed a subscriber of table ``target`` a version of table ``description``:
+-- each tensor has the publisher's dtype or the subscriber's own, and all that is wanted is there. Otherwise why not.
+local function feeds(source, target, description)
+  local field = source .. '>' .. target .. '@' .. description
+  local known = redis.call('HGET', part('feeds'), field)
+  if known then return known end
+  local S, T, D = hash(table_key(source)), hash(table_key(target)), hash(table_key(description))
+  if next(S) == nil or next(T) == nil or next(D) == nil then return 'tensors are not known any more' end
+  local names, why = {}, ''
+  for name in pairs(T) do names[#names + 1] = name end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    local dtype, shape, covers = tensor(T[name])
+    if not S[name] or not D[name] then
+      why = 'tensor ' .. name .. ' is not among those that are published'
+      break
+    end
+    local has, its, part_of = tensor(S[name])
+    local published = tensor(D[name])
+    if its ~= shape then
+      why = 'tensor ' .. name .. ' has global shape ' .. its .. ' there and ' .. shape .. ' here'
+    elseif has ~= published and has ~= dtype then
+      why = 'tensor ' .. name .. ' is ' .. has .. ' there, neither ' .. published .. ' as published nor ' .. dtype
+    elseif part_of ~= '*' and part_of ~= covers then
+      why = 'tensor ' .. name .. ' is not whole there'
+    end
+    if why ~= '' then break end
+  end
+  redis.call('HSET', part('feeds'), field, why)
+  return why
+end
+
+local function fits(ask, id, h, s)
+  if s.seq == 0 or contains(ask.avoid, id) then return false end
+  if ask.version ~= '' then
+    if s.version ~= ask.version then return false end
+  elseif s.seq <= ask.newer_than then return false end
+  return feeds(h.digest, ask.digest, s.description) == ''
+end
+
+-- The publisher has given enough copies of a version if those who have them may feed this subscriber.
+local function enough(ask, h, s)
+  if not h.publisher or h.orphan or h.copies == 0 or #s.children < h.copies then return false end
+  for _, id in ipairs(s.children) do
+    local child = holder(id)
+    if child and not contains(ask.avoid, id) and served(child.agents)
+        and feeds(child.digest, ask.digest, s.description) == '' then
+      return true
+    end
+  end
+  return false
+end
+
+-- What counts between two holders of one version, in this order.
+local function better(a, b)
+  for i = 1, #a do if a[i] ~= b[i] then return a[i] > b[i] end end
+  return false
+end
+local function preference(ask, id, h)
+  local host = 0
+  for _, name in ipairs(h.hosts) do if contains(ask.hosts, name) then host = 1 end end
+  return {contains(ask.links, id) and 1 or 0, host, (h.zone ~= '' and h.zone == ask.zone) and 1 or 0,
+    h.publisher and 0 or 1, -h.used, -h.serial}
+end
+
+-- The newest version that a waiting subscriber can get now, and from whom. ``closed``: holders that others have to wait
+-- for first.
+local function choose(own, ask, closed)
+  local low = ask.version ~= '' and 0 or ask.newer_than
+  local free = redis.call('ZREVRANGEBYSCORE', part('free'), '+inf', '(' .. int(low), 'WITHSCORES')
+  local best, best_slot, best_seq, best_rank
+  for i = 1, #free, 2 do
+    local id, score = free[i], tonumber(free[i + 1])
+    if best and best_seq > score then break end
+    local h = holder(id)
+    if h and id ~= own and not closed[id] then
+      if not served(h.agents) then
+        event('holder_lost', 'publication', req.publication, 'holder', id, 'text', 'the agent of ' .. id .. ' does not answer')
+        drop(id)
+      else
+        local can, rank = claimable(h), nil
+        for slot, s in ipairs(h.slots) do
+          if can[slot] and fits(ask, id, h, s) and not enough(ask, h, s) then
+            rank = rank or preference(ask, id, h)
+            if not best or s.seq > best_seq or (s.seq == best_seq and better(rank, best_rank)) then
+              best, best_slot, best_seq, best_rank = id, slot, s.seq, rank
+            end
+          end
+        end
+      end
+    end
+  end
+  return best, best_slot
+end
+
+-- The labels of the versions that others hold, and whether one of them is what a pinned question can have.
+local function pinned(own, ask)
+  local there, found = {}, false
+  local flat = redis.call('HKEYS', part('holders'))
+  for _, id in ipairs(flat) do
+    local h = holder(id)
+    for _, s in ipairs(h and id ~= own and h.slots or {}) do
+      if s.seq > 0 then
+        there[s.version] = true
+        found = found or (s.version == ask.version and feeds(h.digest, ask.digest, s.description) == '')
+      end
+    end
+  end
+  if found then return nil end
+  local names = {}
+  for label in pairs(there) do names[#names + 1] = label end
+  table.sort(names)
+  return 'no holder has version ' .. ask.version .. ' in a form that this subscriber can take; those that are held: '
+    .. (#names > 0 and table.concat(names, ', ') or 'none')
+end
+
+-- ---- claims ---------------------------------------------------------------------------------------------
+-- A subscriber that was to receive next serves what it holds on.
+local function serve_on(id)
+  local h = holder(id)
+  if h and h.draining then
+    h.draining = nil
+    remove(draining, id)
+    index(id)
+  end
+end
+
+local function leave_queue(id)
+  redis.call('ZREM', part('queue'), id)
+  redis.call('ZREM', part('wanted'), id)
+  redis.call('HDEL', part('asks'), id)
+  serve_on(id)
+end
+
+local function grant(id, ask, source, slot)
+  local h = holder(source)
+  local s, own = h.slots[slot], holder(id)
+  local claim = {number = next_serial(), call = ask.call, subscriber = ask.subscriber, serial = ask.serial,
+    source = h.side, source_serial = h.serial, source_world = h.world, source_launch = h.launch, slot = slot - 1,
+    seq = s.seq, version = s.version, description = s.description, protected = ask.protected}
+  redis.call('HSET', part('claims'), int(claim.number), json(claim))
+  redis.call('ZADD', part('leases'), now + req.claim_lease, int(claim.number))
+  h.used, s.used = h.used + 1, s.used + 1
+  leave_queue(id)
+  if own then
+    -- The hop overwrites what the subscriber's own buffer holds.
+    for _, one in ipairs(own.slots) do if one.seq > 0 then clear(id, one) end end
+    s.children[#s.children + 1] = id
+    index(id)
+  end
+  index(source)
+  redis.call('HSET', side_key(ask.subscriber), 'claim', int(claim.number), 'source', source)
+  wake(ask.subscriber, 'granted')
+end
+
+-- A claim ends. Answers it, or nil if it is not there any more.
+local function end_claim(claim_number, committed)
+  local text = redis.call('HGET', part('claims'), claim_number)
+  if not text then return nil end
+  local claim = object(text)
+  if not claim or type(claim.source_serial) ~= 'number' then
+    error("Redis key '" .. part('claims') .. "': field '" .. claim_number .. "' is not a claim")
+  end
+  redis.call('HDEL', part('claims'), claim_number)
+  redis.call('ZREM', part('leases'), claim_number)
+  local source = claim.source .. '/' .. int(claim.source_serial)
+  local h = holder(source)
+  local s = h and h.slots[claim.slot + 1]
+  if s and s.used > 0 then
+    h.used, s.used = h.used - 1, s.used - 1
+    if not committed and s.seq == claim.seq then remove(s.children, claim.subscriber .. '/' .. int(claim.serial)) end
+    index(source)
+    if s.seq == 0 and s.used == 0 then wake(h.side, 'readers') end
+  end
+  local side = side_key(claim.subscriber)
+  if redis.call('HGET', side, 'claim') == claim_number then redis.call('HSET', side, 'claim', '0') end
+  return claim
+end
+
+-- Claims whose lease has ended. The hop may go on, and counts if it commits.
+local function lapse()
+  for _, claim_number in ipairs(redis.call('ZRANGEBYSCORE', part('leases'), '-inf', int(now))) do
+    local claim = end_claim(claim_number, false)
+    if claim then
+      local side = side_key(claim.subscriber)
+      if number(redis.call('HGET', side, 'serial')) == claim.serial then
+        redis.call('HSET', side, 'over', int(claim.call), 'error', 'its claim of ' .. claim.source .. ' was not renewed')
+      end
+      event('claim_lapsed', 'publication', req.publication, 'subscriber', claim.subscriber, 'source', claim.source,
+        'seq', int(claim.seq))
+    else
+      redis.call('ZREM', part('leases'), claim_number)
+    end
+  end
+end
+
+-- ms until the first lease lapses, at least 1; 0 if there is none.
+local function first_lapse()
+  local first = redis.call('ZRANGE', part('leases'), 0, 0, 'WITHSCORES')
+  if #first == 0 then return 0 end
+  return math.max(1, tonumber(first[2]) - now + 1)
+end
+
+-- Give free places to those who wait, in the order in which they have asked.
+local function match()
+  drop_orphans()
+  -- Nobody has anything newer for these: they serve on.
+  for i = #draining, 1, -1 do
+    local id = draining[i]
+    local low = redis.call('ZSCORE', part('wanted'), id)
+    if not low or redis.call('ZCOUNT', part('offers'), '(' .. low, '+inf') == 0 then serve_on(id) end
+  end
+  if vanished then
+    for _, id in ipairs(redis.call('ZRANGEBYSCORE', part('wanted'), 0, 0)) do
+      local ask = object(redis.call('HGET', part('asks'), id))
+      local text = ask and ask.version and ask.version ~= '' and pinned(id, ask)
+      if text then
+        leave_queue(id)
+        redis.call('HSET', side_key(ask.subscriber), 'error', text, 'refused', int(ask.call), 'over', int(ask.call))
+        wake(ask.subscriber, 'refused')
+      end
+    end
+  end
+  local function top()
+    local first = redis.call('ZREVRANGEBYSCORE', part('free'), '+inf', '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
+    return #first > 0 and tonumber(first[2]) or 0
+  end
+  local best, wanted, closed = top(), {}, {}
+  local least = redis.call('ZRANGE', part('wanted'), 0, 0, 'WITHSCORES')
+  if #least == 0 or best <= tonumber(least[2]) then return end
+  local flat = redis.call('ZRANGE', part('wanted'), 0, -1, 'WITHSCORES')
+  for i = 1, #flat, 2 do wanted[flat[i]] = tonumber(flat[i + 1]) end
+  -- What the publisher keeps back because its other slots are read. Whoever waits for that comes before those who would
+  -- go on reading the others.
+  local publisher = (P.holder or '') ~= '' and holder(P.holder)
+  local function kept_back()
+    if not publisher or closed[P.holder] then return 0 end
+    local _, back = claimable(publisher)
+    return back
+  end
+  local back = kept_back()
+  for _, id in ipairs(redis.call('ZRANGE', part('queue'), 0, -1)) do
+    local low = wanted[id] or 0
+    if low < best or low < back then
+      local text = redis.call('HGET', part('asks'), id)
+      local ask = text and object(text)
+      if not ask then error("Redis key '" .. part('asks') .. "': field '" .. id .. "' is not a question") end
+      local source, slot = choose(id, ask, closed)
+      local own = holder(id)
+      if not source then
+        if back > 0 then
+          local can = claimable(publisher)
+          for i, s in ipairs(publisher.slots) do
+            if not can[i] and fits(ask, P.holder, publisher, s) and not enough(ask, publisher, s) then
+              closed[P.holder], back = true, 0
+            end
+          end
+        end
+      elseif own and own.used > 0 then
+        -- Its turn has come, but others read the buffer that its hop would overwrite. It is given no more readers, and
+        -- keeps its turn.
+        if not own.draining then
+          own.draining, draining[#draining + 1] = true, id
+          index(id)
+        end
+      else
+        grant(id, ask, source, slot)
+      end
+      best, back = top(), kept_back()
+      if best == 0 then return end
+    end
+  end
+end
+
+-- ---- sides ------------------------------------------------------------------------------------------------
+local function process(m) return m.host .. '/' .. int(m.pid) .. '/' .. int(m.start) end
+local function shown(m) return 'pid ' .. int(m.pid) .. ' on host ' .. ((m.name or '') ~= '' and m.name or m.host) end
+local function ranks_of(S, at)
+  local found, count = {}, 0
+  for field, text in pairs(S) do
+    if string.match(field, '^%d+$') then
+      local m = object(text)
+      if not m or type(m.agent) ~= 'string' or type(m.host) ~= 'string' or type(m.pid) ~= 'number'
+          or type(m.start) ~= 'number' then
+        error("Redis key '" .. at .. "': field '" .. field .. "' is not a member")
+      end
+      found[tonumber(field)], count = m, count + 1
+    end
+  end
+  return found, count
+end
+
+local function retired_text(side, launch)
+  for _, one in ipairs(retired) do
+    if one[1] == side .. '/' .. launch then return one[2] end
+  end
+  return nil
+end
+
+-- A launch of a side is over.
+local function end_side(side, S, reason, text)
+  local id = side .. '/' .. S.serial
+  retired[#retired + 1] = {side .. '/' .. S.launch, text}
+  if #retired > 64 then table.remove(retired, 1) end
+  leave_queue(id)
+  if number(S.claim) > 0 then end_claim(S.claim, false) end
+  local h = holder(id)
+  if S.role == 'publisher' then
+    if h then
+      local newest = 0
+      for _, s in ipairs(h.slots) do newest = math.max(newest, s.seq) end
+      for _, s in ipairs(h.slots) do if s.seq > 0 and s.seq < newest then clear(id, s) end end
+      h.orphan, orphans[#orphans + 1] = true, id
+      index(id)
+    end
+    if P.publisher == side then
+      P.state, P.holder = reason == 'closed' and 'closed' or 'lost', ''
+    end
+  else
+    drop(id)
+    redis.call('ZREM', part('held'), id)
+  end
+  redis.call('DEL', side_key(side))
+  redis.call('SREM', part('sides'), side)
+  event('left', 'publication', req.publication, 'side', side, 'reason', reason, 'text', text)
+  wake(side, 'left')
+end
+
+-- The side, if this launch of it still is; otherwise nil and why.
+local function current_side(side, launch_serial)
+  local S = hash(side_key(side))
+  if S.serial and number(S.serial) == launch_serial then return S end
+  local text = 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over'
+  for i = #retired, 1, -1 do
+    if string.sub(retired[i][1], 1, #side + 1) == side .. '/' then
+      text = text .. ': ' .. retired[i][2]
+      break
+    end
+  end
+  return nil, text
+end
+
+-- Write back what has changed.
+local function finish()
+  for _, id in ipairs(touched) do
+    local h = holders[id]
+    if h then redis.call('HSET', part('holders'), id, json(h)) end
+  end
+  redis.call('HSET', key, 'state', P.state or 'open', 'seq', int(number(P.seq)), 'version', P.version or '',
+    'description', P.description or '', 'publisher', P.publisher or '', 'launch', P.launch or '', 'holder', P.holder or '',
+    'serial', int(serial), 'order', int(order), 'swept', int(number(P.swept)), 'retired', list_text(retired),
+    'orphans', list_text(orphans), 'draining', list_text(draining))
+  redis.call('SADD', PREFIX .. 'publications', req.publication)
+  keep(PREFIX .. 'publications')
+  keep(key)
+  for _, name in ipairs(PARTS) do keep(part(name)) end
+  if (P.description or '') ~= '' then keep(table_key(P.description)) end
+end

@@ -1,0 +1,125 @@
+-- What the publisher does. KEYS: publication. req.act:
+-- prepare: which slot a rank may write. Answers {slot, seq, ready, behind, readers, wait (ms)}.
+-- announce: a rank has set its part aside. Answers the seq once all have, 0 before.
+-- hold: an agent puts back what buffers of a side hold, after Redis has lost it.
+local S, why = current_side(req.side, req.serial)
+if not S then return refuse('group_lost', why) end
+local id = req.side .. '/' .. S.serial
+local h = holder(id)
+local where = 'publication ' .. req.publication .. ', ' .. S.role .. ' ' .. req.side
+
+local function set(slot, seq, version, description)
+  slot.seq, slot.version, slot.description, slot.children, slot.from = seq, version, description, {}, nil
+end
+
+if req.act == 'hold' then
+  for _, held in ipairs(req.held) do
+    local s = h and h.slots[held.slot + 1]
+    if s and s.seq < held.seq then set(s, held.seq, held.version, held.description) end
+    if held.seq > number(P.seq) then P.seq, P.version = held.seq, held.version end
+    if S.role == 'subscriber' and held.seq > number(S.held) then
+      S.held = held.seq
+      redis.call('HSET', side_key(req.side), 'held', int(held.seq), 'version', held.version)
+      redis.call('ZADD', part('held'), held.seq, id)
+    end
+  end
+  if h then index(id) end
+  match()
+  finish()
+  return ok(true)
+end
+
+if S.role ~= 'publisher' then return refuse('config', where .. ' does not publish') end
+local _, count = ranks_of(S, side_key(req.side))
+if not h or count < number(S.world) then
+  return refuse('protocol', where .. ': not all ranks have entered')
+end
+local put = S.put ~= '' and object(S.put) or nil
+local function save() redis.call('HSET', side_key(req.side), 'put', put and json(put) or '') end
+
+if req.act == 'prepare' then
+  lapse()
+  if put and put.put ~= req.put then
+    finish()
+    return ok({slot = 0, seq = 0, ready = false, behind = true, readers = {}, wait = 0})
+  end
+  if not put then
+    if req.put <= number(S.puts) then return refuse('protocol', where .. ': put ' .. int(req.put) .. ' is over') end
+    -- The oldest slot that nobody reads, and never the newest version if there is another.
+    local newest, best = 0, nil
+    for _, s in ipairs(h.slots) do newest = math.max(newest, s.seq) end
+    for i, s in ipairs(h.slots) do
+      if #h.slots == 1 or s.seq == 0 or s.seq < newest then
+        local b = best and h.slots[best]
+        if not b or (s.used == 0) ~= (b.used == 0) and s.used == 0
+            or (s.used == 0) == (b.used == 0) and s.seq < b.seq then
+          best = i
+        end
+      end
+    end
+    put = {put = req.put, seq = number(P.seq) + 1, slot = best - 1, labels = {}}
+    if h.slots[best].seq > 0 then clear(id, h.slots[best]) end
+    index(id)
+    save()
+  end
+  local s, readers = h.slots[put.slot + 1], {}
+  if s.used > 0 then
+    local flat = redis.call('HGETALL', part('claims'))
+    for i = 1, #flat, 2 do
+      local claim = object(flat[i + 1])
+      if claim and claim.source == req.side and claim.source_serial == h.serial and claim.slot == put.slot then
+        readers[#readers + 1] = {claim = claim.number, subscriber = claim.subscriber, protected = claim.protected}
+      end
+    end
+  end
+  match()
+  finish()
+  return ok({slot = put.slot, seq = put.seq, ready = s.used == 0, behind = false, readers = readers,
+    wait = s.used > 0 and first_lapse() or 0})
+end
+
+-- announce
+local rank = int(req.rank)
+local s = h.slots[req.slot + 1]
+if req.put <= number(S.puts) then return ok(number(S.announced)) end
+if s and s.seq == req.seq and not put then
+  -- Redis had lost that this version was announced, and its agents have put it back.
+  redis.call('HSET', side_key(req.side), 'puts', int(req.put), 'announced', int(req.seq))
+  return ok(req.seq)
+end
+put = put or {put = req.put, seq = req.seq, slot = req.slot, labels = {}}
+if put.put ~= req.put or put.slot ~= req.slot then
+  return refuse('protocol', where .. ': rank ' .. rank .. ' announces put ' .. int(req.put) .. ', and put ' .. int(put.put)
+    .. ' runs')
+end
+for other, given in pairs(put.labels) do
+  if given ~= req.version then
+    return refuse('config', where .. ': rank ' .. rank .. ' puts version ' .. (req.version ~= '' and req.version or 'None')
+      .. ', rank ' .. other .. ' ' .. (given ~= '' and given or 'None') .. ': give the same on all ranks')
+  end
+end
+put.labels[rank] = req.version
+local come = 0
+for _ in pairs(put.labels) do come = come + 1 end
+if come < number(S.world) then
+  save()
+  finish()
+  return ok(0)
+end
+local seq = math.max(put.seq, number(P.seq) + 1)
+P.seq, P.version = seq, req.version ~= '' and req.version or int(seq)
+set(s, seq, P.version, S.digest)
+put = nil
+save()
+redis.call('HSET', side_key(req.side), 'puts', int(req.put), 'announced', int(seq), 'held', int(seq), 'version', P.version)
+redis.call('HSET', part('versions'), int(seq), json({version = P.version, at = now}))
+redis.call('HDEL', part('versions'), int(seq - req.max_versions))
+index(id)
+event('published', 'publication', req.publication, 'seq', int(seq), 'version', P.version)
+wake(req.side, 'announced')
+changed(key, int(seq))
+keep(side_key(req.side))
+lapse()
+match()
+finish()
+return ok(seq)

@@ -1,0 +1,78 @@
+-- What becomes of a hop. KEYS: publication. req.act:
+-- renew: its lease. Answers whether the claim was there.
+-- release: it has ended. Answers whether the claim was there; a hop that has committed counts anyway.
+-- forget: a holder's buffers are gone.
+lapse()
+if req.act == 'renew' then
+  local claim_number = int(req.number)
+  local there = redis.call('HEXISTS', part('claims'), claim_number) == 1
+  if there then redis.call('ZADD', part('leases'), now + req.claim_lease, claim_number) end
+  match()
+  finish()
+  return ok(there)
+end
+
+if req.act == 'forget' then
+  local h = holder(req.holder)
+  if h then
+    for _, s in ipairs(h.slots) do if s.seq > 0 then clear(req.holder, s) end end
+    if h.orphan and h.used == 0 then drop(req.holder) else index(req.holder) end
+    local S = hash(side_key(h.side))
+    if number(S.serial) == h.serial then redis.call('HSET', side_key(h.side), 'held', '0', 'version', '') end
+    redis.call('ZREM', part('held'), req.holder)
+    event('holder_lost', 'publication', req.publication, 'holder', req.holder, 'text', 'its buffers hold no version any more')
+  end
+  match()
+  finish()
+  return ok(h ~= nil)
+end
+
+local claim = end_claim(int(req.number), req.committed)
+local S = current_side(req.subscriber, req.serial)
+local id = req.subscriber .. '/' .. int(req.serial)
+-- A later question of the same subscriber is about a buffer that has been written since.
+if S and number(S.call) == req.call then
+  local own = holder(id)
+  local function hold(held, from)
+    redis.call('HSET', side_key(req.subscriber), 'held', int(held.seq), 'version', held.version)
+    redis.call('ZADD', part('held'), held.seq, id)
+    if own then
+      local s = own.slots[1]
+      if s.seq > 0 then clear(id, s) end
+      s.seq, s.version, s.description, s.children, s.from = held.seq, held.version, held.description, {}, from
+      -- Whoever gave it counts this copy, also if the claim had lapsed.
+      local source = from and holder(from)
+      for _, given in ipairs(source and source.slots or {}) do
+        if given.seq == held.seq and not contains(given.children, id) then
+          given.children[#given.children + 1] = id
+          touch(from)
+        end
+      end
+      index(id)
+    end
+  end
+  if req.committed then
+    hold(req, req.source)
+    if req.seq > number(P.seq) then P.seq, P.version = req.seq, req.version end
+    redis.call('HSET', side_key(req.subscriber), 'error', '', 'protect', '0', 'source', req.source, 'seconds',
+      string.format('%.6f', req.seconds))
+    if (P.publisher or '') ~= '' then wake(P.publisher, 'held') end
+  elseif number(S.over) < req.call or claim then
+    redis.call('HSET', side_key(req.subscriber), 'error', req.error)
+    if req.overwritten then redis.call('HSET', side_key(req.subscriber), 'protect', '1') end
+    if req.held[1] then
+      hold(req.held[1], nil)
+    else
+      redis.call('HSET', side_key(req.subscriber), 'held', '0', 'version', '')
+      redis.call('ZREM', part('held'), id)
+    end
+    event('hop_failed', 'publication', req.publication, 'subscriber', req.subscriber, 'source', req.source, 'seq',
+      int(req.seq), 'text', req.error)
+  end
+  redis.call('HSET', side_key(req.subscriber), 'over', int(req.call))
+  keep(side_key(req.subscriber))
+  wake(req.subscriber, 'released')
+end
+match()
+finish()
+return ok(claim ~= nil)
