@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from etha.client.aio import AsyncTensorBusClient
     from etha.client.future import TransferFuture
     from etha.client.memory.tensors import empty, empty_like, share_module
+    from etha.client.publication import AsyncPublication, PublishedVersion, SubscriberState
+    from etha.client.publishing import Publication, Subscription
     from etha.client.results import Offer, TransferResult
+    from etha.client.subscription import AsyncSubscription, Update
     from etha.client.sync import BatchHandle, Pair, TensorBusClient
     from etha.errors import (
         AgentLostError,
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AgentLostError",
     "AgentUnavailableError",
+    "AsyncPublication",
+    "AsyncSubscription",
     "AsyncTensorBusClient",
     "BatchHandle",
     "ConfigError",
@@ -61,15 +66,20 @@ __all__ = [
     "PeerLostError",
     "PlanError",
     "ProtocolError",
+    "Publication",
+    "PublishedVersion",
     "RedisUnavailableError",
     "RegistrationError",
     "RendezvousTimeoutError",
+    "SubscriberState",
+    "Subscription",
     "TensorBusClient",
     "TransferAbortedError",
     "TransferError",
     "TransferFuture",
     "TransferResult",
     "TransferTimeoutError",
+    "Update",
     "Violation",
     "__version__",
     "empty",
@@ -82,7 +92,10 @@ __all__ = [
 _NAMES = {
     "etha.client.aio": ("AsyncTensorBusClient",),
     "etha.client.future": ("TransferFuture",),
+    "etha.client.publication": ("AsyncPublication", "PublishedVersion", "SubscriberState"),
+    "etha.client.publishing": ("Publication", "Subscription"),
     "etha.client.results": ("Offer", "TransferResult"),
+    "etha.client.subscription": ("AsyncSubscription", "Update"),
     "etha.client.sync": ("BatchHandle", "Pair", "TensorBusClient"),
     "etha.client.memory.tensors": ("empty", "empty_like", "share_module"),
     "etha.errors": (

@@ -501,6 +501,7 @@ OWNED_TASKS = {
     "client/tasks.py": "awaited to its end by the same call, even when that is cancelled",
     "client/transfer.py": "a user's callback: awaited until its call's deadline, and kept until it has ended",
     "client/snapshot.py": "given to the caller as a TransferFuture; ends at the latest with the client",
+    "client/subscription.py": "one hop: awaited to its end by the call of next(), even when that is cancelled",
 }
 
 

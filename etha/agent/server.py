@@ -5,6 +5,7 @@
                              +-- RegistrationService  (batches, planning)
                              +-- TransferService      (the lane, streams)
                              +-- GroupService         (elastic groups, Redis)
+                             +-- PublicationService   (publishers, subscribers; its hops are workers of this agent)
 
 This file connects them and hands each request to one of them. The state machines make the decisions.
 """
@@ -30,6 +31,7 @@ from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.services.groups import GroupService
 from etha.agent.services.hints import Hints
+from etha.agent.services.publications import PublicationService
 from etha.agent.services.record_queries import RecordQueries
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import PATIENCE, RendezvousService
@@ -44,32 +46,43 @@ from etha.bus.messages import (
     AddValue,
     AttachShadows,
     AttachSnapshot,
+    BeginPut,
+    ClaimVersion,
     CloseBatch,
+    ClosePublication,
+    CloseSubscription,
     Confirm,
     DepartGroup,
+    EndHop,
     EnterGroup,
     Events,
+    FinishPut,
     GetEvents,
     GetPicture,
     GetRecords,
     GetStatus,
+    GetSubscribers,
     GetValues,
     GroupProgress,
     InitPair,
+    LeavePair,
     LetGo,
     Ok,
     Picture,
     Probe,
     Probed,
     Pulled,
+    Publish,
     PutValues,
     Records,
     Register,
     Released,
     Status,
+    Subscribe,
     Supersede,
     SwapValue,
     Transfer,
+    WaitHeld,
     WaitOffer,
 )
 from etha.bus.sessions import Peer
@@ -83,6 +96,7 @@ from etha.errors import (
     with_note,
 )
 from etha.memory.mapping import WorkerMemory
+from etha.memory.process import start_time
 from etha.observe.logs import shown_log
 from etha.observe.record_log import log_records
 from etha.observe.recorder import Recorder
@@ -128,6 +142,8 @@ class Agent:
         self.started = asyncio.Event()
         self.done = asyncio.Event()
         self.sessions: dict[str, WorkerSession] = {}
+        #: Workers without a process: ranks of holders, for hops of publications.
+        self.inner_sessions: dict[str, WorkerSession] = {}
         self._observers: set[str] = set()
         self.recorder = Recorder()
         self.ring = RingWriter(settings.runtime_dir / settings.namespace, settings.socket_path(device).stem, self.id)
@@ -175,7 +191,7 @@ class Agent:
             store=store,
             links=self.links,
             calls=self.calls,
-            sessions=lambda: tuple(self.sessions.values()),
+            sessions=lambda: (*self.sessions.values(), *self.inner_sessions.values()),
             spawn=self.spawn,
             broken=lambda *broken: self.registrations.broken(*broken),
             hints=hints,
@@ -191,6 +207,33 @@ class Agent:
             spawn=self.spawn,
             hints=hints,
         )
+        self.publications = PublicationService(
+            store=store,
+            calls=self.calls,
+            manifests=self.registrations.manifests,
+            dispatcher=self,
+            spawn=self.spawn,
+        )
+
+    @property
+    def holder(self) -> Holder:
+        """This agent's own process, as the holder of the ranks of workers inside of it."""
+        return Holder(
+            agent=self.id,
+            host=self.settings.host_id,
+            pid=os.getpid(),
+            start=start_time(os.getpid()),
+            name=self.settings.host_name,
+        )
+
+    def enter(self, session: WorkerSession) -> None:
+        """A worker inside of this agent has come."""
+        self.inner_sessions[session.key] = session
+
+    def leave(self, session: WorkerSession) -> None:
+        """It leaves, in order."""
+        if self.inner_sessions.pop(session.key, None) is not None:
+            self._part(session, "closed")
 
     @property
     def record(self) -> AgentRecord:
@@ -254,8 +297,10 @@ class Agent:
             # nothing.
             outcome = "unknown" if key in moving else "withdrawn"
             self.calls.fail(key, AgentLostError(_LEFT, outcome=outcome))
+        self.publications.close()
         # Emptied first, so that no session learns that another has closed.
-        sessions, self.sessions = list(self.sessions.values()), {}
+        sessions = [*self.sessions.values(), *self.inner_sessions.values()]
+        self.sessions, self.inner_sessions = {}, {}
         for session in sessions:
             self._part(session, "closed")
         try:
@@ -295,6 +340,7 @@ class Agent:
         """The worker leaves. Answer once nothing here has its memory open, because it may then free the memory."""
         if self.sessions.pop(session.key, None) is not None:
             self.groups.on_worker_lost(session, "closed")
+            self.publications.on_worker_lost(session, "closed")
             self._part(session, "closed", released=False)
             # This covers other workers' memory that its batches have opened here, too.
             await self.registrations.released(session)
@@ -388,6 +434,7 @@ class Agent:
         if (session := self.sessions.pop(peer.key, None)) is not None:
             # Not when this agent leaves: a group goes on without it.
             self.groups.on_worker_lost(session, reason)
+            self.publications.on_worker_lost(session, reason)
             self._part(session, reason)
 
     def _part(self, session: WorkerSession, reason: Reason, *, released: bool = True) -> None:
@@ -415,7 +462,8 @@ class Agent:
         """A worker's session. AgentUnavailableError after ``drain`` has removed it, ProtocolError for an observer."""
         if peer.key in self._observers:
             raise ProtocolError("an observer shows no memory")
-        if (session := self.sessions.get(peer.key)) is None:
+        session = self.sessions.get(peer.key) or self.inner_sessions.get(peer.key)
+        if session is None:
             raise AgentUnavailableError(LEAVING)
         return session
 
@@ -457,6 +505,13 @@ class Agent:
                 self.groups.take_progress(session, request, message)
             case PutValues() | GetValues() | AddValue() | SwapValue() as message:
                 self.groups.values(session, request, message)
+            case Publish() | BeginPut() | FinishPut() | WaitHeld() | GetSubscribers() | ClosePublication():
+                self.publications.handle(session, request)
+            case Subscribe() | ClaimVersion() | EndHop() | CloseSubscription():
+                self.publications.handle(session, request)
+            case LeavePair(pair=pair):
+                self.rendezvous.leave(session, pair)
+                peer.reply(request.id, Ok())
             case LetGo(all=True):
                 self.spawn(self.let_go(session, request))
             case LetGo(segments=segments):

@@ -3,8 +3,10 @@
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled WaitOffer
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
+                      Publish BeginPut FinishPut WaitHeld GetSubscribers ClosePublication
+                      Subscribe ClaimVersion EndHop CloseSubscription LeavePair
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost, BatchLost, Progress, Pull, GroupChanging, AskGroupProgress
+    agent -> worker, unasked   PairLost, BatchLost, Progress, Pull, GroupChanging, AskGroupProgress, Announced, ClaimLost
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
@@ -16,7 +18,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from etha.bus.codec import message
-from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
+from etha.bus.schema import MAX_ITEMS, Blob, Items, JsonObject, StrictStruct, Text
 from etha.memory.handles import TensorHandle
 from etha.phases import NO_PHASES, Phases
 
@@ -479,6 +481,202 @@ class SwapValue(StrictStruct, frozen=True, kw_only=True):
     name: Text
     expected: Blob
     desired: Blob
+
+
+Handles = Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
+
+
+@message("publish")
+class Publish(StrictStruct, frozen=True, kw_only=True):
+    """This worker is ``rank`` of a publisher; wait until all its ranks have come. -> Published.
+
+    ``slots``: for each slot, where the tensors lie, by entry; entries name the first. The segments were given to the
+    agent before.
+    """
+
+    publication: Text
+    publisher: Text
+    world_size: int
+    rank: int
+    launch: Text | None
+    layouts: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_TENSORS)]
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_TENSORS)]
+    refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
+    slots: Annotated[tuple[Handles, ...], Meta(min_length=1, max_length=16)]
+    fan_out: int | None = None
+
+
+@message("published")
+class Published(StrictStruct, frozen=True, kw_only=True):
+    """All ranks of the publisher have come. ``seq``: that of the newest version of any launch; 0 if there is none."""
+
+    seq: int
+
+
+@message("begin_put")
+class BeginPut(StrictStruct, frozen=True, kw_only=True):
+    """Give me a slot for put number ``number`` of this launch, from 1. -> SlotGiven.
+
+    ``grace``: seconds for which transfers of the only slot are waited for.
+    """
+
+    publication: Text
+    number: int
+    grace: float
+
+
+@message("slot_given")
+class SlotGiven(StrictStruct, frozen=True, kw_only=True):
+    """Nobody reads ``slot``: copy the tensors there. The version will be ``seq``."""
+
+    slot: int
+    seq: int
+
+
+@message("finish_put")
+class FinishPut(StrictStruct, frozen=True, kw_only=True):
+    """The tensors lie in the slot. The version is announced once all ranks have said so. -> Ok."""
+
+    publication: Text
+    number: int
+    version: int | Text | None
+
+
+@message("wait_held")
+class WaitHeld(StrictStruct, frozen=True, kw_only=True):
+    """Wait until ``count`` subscribers hold version ``seq`` or a newer one. -> Ok."""
+
+    publication: Text
+    seq: int
+    count: int
+
+
+@message("get_subscribers")
+class GetSubscribers(StrictStruct, frozen=True, kw_only=True):
+    """Who follows a publication? -> Subscribers."""
+
+    publication: Text
+
+
+@message("subscribers")
+class Subscribers(StrictStruct, frozen=True, kw_only=True):
+    """One object for each subscriber, with the fields of ``SubscriberState``."""
+
+    subscribers: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_ITEMS)]
+
+
+@message("close_publication")
+class ClosePublication(StrictStruct, frozen=True, kw_only=True):
+    """This worker publishes no more. -> Ok, once nobody reads its slots."""
+
+    publication: Text
+
+
+@message("subscribe")
+class Subscribe(StrictStruct, frozen=True, kw_only=True):
+    """This worker is ``rank`` of a subscriber; wait until all its ranks have come. -> Subscribed.
+
+    ``serves``: where the tensors lie that other subscribers may be fed from, by entry; None for a side that serves
+    nobody. The segments were given to the agent before.
+    """
+
+    publication: Text
+    subscriber: Text
+    world_size: int
+    rank: int
+    launch: Text | None
+    layouts: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_TENSORS)]
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_TENSORS)]
+    refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
+    serves: Handles | None
+
+
+@message("subscribed")
+class Subscribed(StrictStruct, frozen=True, kw_only=True):
+    """All ranks of the subscriber have come. ``seq``: the newest version's; 0 if there is none yet.
+
+    ``turn``: the last one of this launch.
+    """
+
+    seq: int
+    turn: int
+
+
+@message("claim_version")
+class ClaimVersion(StrictStruct, frozen=True, kw_only=True):
+    """Collective over the subscriber's ranks: wait for a version newer than ``newer_than``, or for the one with the
+    label ``version``, and for a holder that can send it now. -> VersionClaimed.
+
+    ``turn`` numbers these requests of a subscription, equally on all ranks. What the subscriber serves is not served
+    any more once the answer comes. ``avoid``: claims whose sources have just failed.
+    """
+
+    publication: Text
+    subscriber: Text
+    turn: int
+    newer_than: int
+    version: int | Text | None = None
+    avoid: Items[int] = ()
+
+
+@message("version_claimed")
+class VersionClaimed(StrictStruct, frozen=True, kw_only=True):
+    """Receive version ``seq`` from side ``source``, over ``pair`` as batch ``batch``; its label is ``version``.
+
+    ``claim`` numbers the claims of the publication. ``turn`` is the one that it answers, which may be a later one than
+    was asked for.
+    """
+
+    claim: int
+    turn: int
+    source: Text
+    pair: Text
+    batch: Text
+    seq: int
+    version: int | Text | None
+
+
+@message("end_hop")
+class EndHop(StrictStruct, frozen=True, kw_only=True):
+    """A hop has ended for this rank. ``error`` is "" if the tensors hold the version. -> Ok."""
+
+    publication: Text
+    subscriber: Text
+    claim: int
+    error: Text
+
+
+@message("close_subscription")
+class CloseSubscription(StrictStruct, frozen=True, kw_only=True):
+    """This worker follows the publication no more. -> Ok, once nobody reads what it serves."""
+
+    publication: Text
+    subscriber: Text
+
+
+@message("announced")
+class Announced(StrictStruct, frozen=True, kw_only=True):
+    """Push: version ``seq`` is the newest of a publication that this worker follows."""
+
+    publication: Text
+    seq: int
+
+
+@message("claim_lost")
+class ClaimLost(StrictStruct, frozen=True, kw_only=True):
+    """Push: the source of a claim cannot send, so nobody need wait for it any more."""
+
+    publication: Text
+    subscriber: Text
+    claim: int
+    text: Text
+
+
+@message("leave_pair")
+class LeavePair(StrictStruct, frozen=True, kw_only=True):
+    """This worker gives up its rank in a pair, whose batches it has closed. -> Ok."""
+
+    pair: Text
 
 
 @message("get_status")

@@ -21,11 +21,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from etha.bus.messages import (
+    Announced,
     BatchLost,
+    ClaimLost,
     CloseBatch,
     Confirm,
     GetStatus,
     InitPair,
+    LeavePair,
     Offered,
     PairFormed,
     PairLost,
@@ -43,10 +46,11 @@ from etha.client.arguments.checks import (
 from etha.client.arguments.world import RankInfo, check_takeover, device_of
 from etha.client.connection import AgentConnection
 from etha.client.future import TransferFuture
-from etha.client.manifest import PairDefaults, Runs, build_manifest
-from etha.client.memory.base import Mark
+from etha.client.manifest import PairDefaults, Runs, TensorManifest, build_manifest
+from etha.client.memory.base import Mark, StagedTensors
 from etha.client.memory.select import agent_of
 from etha.client.one_process import OfOneProcess
+from etha.client.publication import AsyncPublication, check_fan_out, check_slots
 from etha.client.registration import Registration, check_options, register
 from etha.client.results import (
     AsyncPair,
@@ -61,6 +65,7 @@ from etha.client.results import (
     reported,
 )
 from etha.client.snapshot import send_snapshot
+from etha.client.subscription import AsyncSubscription
 from etha.client.tasks import Deadline, Shield
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
@@ -134,6 +139,8 @@ class AsyncTensorBusClient(OfOneProcess):
         #: batch -> highest seq seen; and the batches whose target may be half-written here. Both outlive handles.
         self._seqs: dict[str, int] = {}
         self._torn: set[str] = set()
+        #: publication -> what this client follows.
+        self._subscriptions: dict[str, AsyncSubscription] = {}
         self._calls = ActiveCalls(self._timeout)
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -512,6 +519,241 @@ class AsyncTensorBusClient(OfOneProcess):
         assert isinstance(offered, Offered)
         return Offer(version=offered.version, bytes=offered.nbytes)
 
+    async def publish(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        publisher: str = "trainer",
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        slots: int = 2,
+        fan_out: int | None = None,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> AsyncPublication:
+        """Publish versions of ``tensors`` to any number of subscribers. Collective over the ranks of this side only.
+
+        ``publisher`` is the side's name. ``slots``: copies of this rank's tensors that are kept at once; at most
+        ``slots - 1`` are read at a time, so that one can always be overwritten. ``fan_out``: subscribers that are
+        served from here at once. ``device_mesh`` is that of plain tensors. All other arguments as for ``init_pair`` and
+        ``register_tensors``.
+
+        Raises ConfigError, LayoutError, RegistrationError (every tensor that cannot be moved, of any rank),
+        RendezvousTimeoutError (which names the missing ranks), RedisUnavailableError, AgentUnavailableError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        for what, text in (("publication", name), ("publisher", publisher)):
+            check_name(what, text)
+        check_slots(slots)
+        check_fan_out(fan_out)
+        place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
+        defaults = PairDefaults.of(name, place, device_mesh, None)
+        self._check_usable()
+        with self._calls.begin(f"publish of {name!r}"):
+            connection = await self._connect(deadline.left)
+            publication = AsyncPublication(
+                connection=connection,
+                calls=self._calls,
+                name=name,
+                publisher=publisher,
+                place=place,
+                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, None, connection),
+                timeout=self._timeout,
+                check_usable=self._check_usable,
+            )
+            with connection.advice():
+                await publication.open(slots, fan_out, deadline)
+        return publication
+
+    async def subscribe(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        subscriber: str,
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        regions: Mapping[str, Runs] | None = None,
+        atomic: bool = False,
+        serve: bool = True,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> AsyncSubscription:
+        """Follow a publication: ``next`` and iteration receive its newest version into ``tensors``, in any layout.
+
+        Collective over the ranks of this subscriber only. ``subscriber`` is its name, which is its own. The publisher
+        need not be there. ``atomic``: receive into shadow memory, so that the tensors change only after commit.
+        ``serve``: others may receive from this subscriber what it holds, out of its shadow memory (``atomic``) or out
+        of tensors of ``etha.empty`` and ``share_module``. All other arguments as for ``init_pair`` and
+        ``register_tensors``.
+
+        Raises ConfigError (also for tensors that cannot be served from), LayoutError, RegistrationError (every tensor
+        that cannot be moved, of any rank, or does not fit what is published), RendezvousTimeoutError (which names the
+        missing ranks), RedisUnavailableError, AgentUnavailableError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        for what, text in (("publication", name), ("subscriber", subscriber)):
+            check_name(what, text)
+        check_flag("atomic", atomic)
+        check_flag("serve", serve)
+        if regions and serve:
+            raise ConfigError(
+                f"subscription of {subscriber!r} to {name!r}: tensors of regions= only receive, so others cannot be "
+                f"fed from them: give serve=False"
+            )
+        place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
+        defaults = PairDefaults.of(name, place, device_mesh, None)
+        self._check_usable()
+        if name in self._subscriptions:
+            raise ConfigError(
+                f"this client follows publication {name!r} already, as {self._subscriptions[name].subscriber}: close "
+                f"that subscription first, or use another client"
+            )
+        with self._calls.begin(f"subscribe to {name!r}"):
+            connection = await self._connect(deadline.left)
+            subscription = AsyncSubscription(
+                self,
+                connection=connection,
+                calls=self._calls,
+                name=name,
+                subscriber=subscriber,
+                defaults=defaults,
+                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
+                atomic=atomic,
+                serve=serve,
+                timeout=self._timeout,
+                check_usable=self._check_usable,
+                closed=self._unsubscribed,
+            )
+            self._subscriptions[name] = subscription
+            try:
+                with connection.advice():
+                    await subscription.open(deadline)
+            except BaseException:
+                self._unsubscribed(subscription)
+                raise
+        return subscription
+
+    def _side_manifest(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        defaults: PairDefaults,
+        placements: Mapping[str, Sequence[Placement]] | None,
+        shapes: Mapping[str, tuple[int, ...]] | None,
+        regions: Mapping[str, Runs] | None,
+        connection: AgentConnection,
+    ) -> TensorManifest:
+        """The tensors of a publisher's or a subscriber's rank."""
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(f"publication {name!r}: tensors={shown(tensors)} must be a mapping name -> tensor")
+        if connection.home.name != "cpu":
+            raise ConfigError(
+                f"publication {name!r}: only memory of the CPU can be published and subscribed to: use a client with "
+                f"device='cpu'"
+            )
+        return build_manifest(
+            tensors,
+            pair_name=name,
+            placements=placements,
+            shapes=shapes,
+            regions=regions,
+            pairs={name: defaults},
+            home=connection.home,
+        )
+
+    def _unsubscribed(self, subscription: AsyncSubscription) -> None:
+        if self._subscriptions.get(subscription.name) is subscription:
+            del self._subscriptions[subscription.name]
+
+    # ---- hops of subscriptions (``client.subscription.HopClient``) ------------------------------
+
+    async def join_hop(self, pair: str, defaults: PairDefaults, side: str, remote: str, *, timeout: float) -> AsyncPair:
+        """Not for users. The pair with a holder, formed now if it is not."""
+        known = self._pairs.get(pair)
+        if known is not None and not known[0].lost.is_set() and not known[0].doomed:
+            return known[0]
+        place = defaults.place
+        formed = await self.init_pair(
+            pair, side, remote, place.world_size, rank=place.rank, ranks=place.ranks, timeout=timeout
+        )
+        self._pairs[pair] = (formed, replace(defaults, name=pair))
+        return formed
+
+    async def register_hop(
+        self,
+        batch: str,
+        manifest: TensorManifest,
+        *,
+        atomic: bool,
+        shadows: StagedTensors | None,
+        timeout: float,
+    ) -> Registration:
+        """Not for users. The batch for a holder's slot, registered now if it is not."""
+        known = self._batches.get(batch)
+        if known is not None and known.lost() is None and known.open:
+            return known
+        deadline = Deadline(timeout)
+        connection = self._require()
+        if known is not None:
+            await self._retire(known)
+            known.left = True
+        with connection.advice():
+            registration = await register(
+                connection,
+                batch,
+                tuple(self._pairs[name][0] for name in manifest.pairs),
+                manifest,
+                direction="recv",
+                bucket_size=None,
+                atomic=atomic,
+                verify=None,
+                seq=self._seqs.get(batch, 0),
+                timeout=lambda: deadline.left,
+                shadows=shadows,
+            )
+        self._batches[batch] = registration
+        early = self._early_ends.pop(batch, None)
+        if early is not None and registration.hear(early):
+            self._look_after(registration)
+        return registration
+
+    async def receive_hop(
+        self, registration: Registration, *, on_commit: OnCommit | None, progress: OnProgress | None, timeout: float
+    ) -> TransferResult:
+        """Not for users. Receive a version that a holder sends."""
+        return await self._transfer(  # type: ignore[return-value]
+            registration,
+            "recv",
+            Mark(),
+            False,
+            on_commit=on_commit,
+            progress=progress,
+            timeout=timeout,
+            on_error="raise",
+        )
+
+    async def leave_hop(self, pair: str, batches: list[str]) -> None:
+        """Not for users. Close the batches and leave the pair with a holder."""
+        for batch in batches:
+            if (registration := self._batches.get(batch)) is not None:
+                await self.close_batch(registration)
+            self._seqs.pop(batch, None)
+            self._torn.discard(batch)
+            self._early_ends.pop(batch, None)
+        known = self._pairs.pop(pair, None)
+        self._early_losses.pop(pair, None)
+        if known is not None and self._connection is not None and not self._connection.lost:
+            await self._connection.link.request(LeavePair(pair=pair), timeout=self._timeout)
+            known[0].lose("closed", "the subscription has left it")
+
     async def status(self, *, timeout: float | None = None) -> dict[str, Any]:
         """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
@@ -581,6 +823,7 @@ class AsyncTensorBusClient(OfOneProcess):
         for registration in registrations:
             registration.open = False
         self._batches.clear()  # even if somebody keeps the closed client, it keeps no tensors
+        self._subscriptions.clear()
         for pair, _ in self._pairs.values():
             with suppress(RuntimeError):  # the task that waited for it has left with the loop
                 pair.lose("closed", "this client was closed")
@@ -760,6 +1003,10 @@ class AsyncTensorBusClient(OfOneProcess):
                 self._look_after(registration)
             else:
                 self._early_ends[message.batch] = message
+        elif isinstance(message, Announced | ClaimLost):
+            subscription = self._subscriptions.get(message.publication)
+            if subscription is not None:
+                subscription.hear(message)
 
     def _agent_lost(self, lost: asyncio.Future[AgentLostError]) -> None:
         text = lost.result().message

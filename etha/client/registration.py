@@ -12,7 +12,7 @@ import torch
 
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
-from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Register, Registered, Verify
+from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Moved, Register, Registered, Verify
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection
 from etha.client.manifest import TensorManifest
@@ -61,6 +61,8 @@ class Registration:
     shadowed: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     version: Version = None
+    #: The agent's answer to the last transfer that is committed.
+    moved: Moved | None = None
     torn: bool = False
     open: bool = True
     #: Calls of this worker that have not ended, including offered snapshots.
@@ -208,8 +210,12 @@ async def register(
     verify: Verify | None,
     seq: int,
     timeout: Callable[[], float],
+    shadows: StagedTensors | None = None,
 ) -> Registration:
-    """Register ``manifest`` with the agent. ``timeout()`` gives the remaining seconds. Raises the agent's refusal."""
+    """Register ``manifest`` with the agent. ``timeout()`` gives the remaining seconds. Raises the agent's refusal.
+
+    ``shadows``: memory into which an atomic batch is received, if other registrations of these tensors use it, too.
+    """
     segments = connection.segments.use()
     try:
         return await _register(
@@ -224,6 +230,7 @@ async def register(
             verify=verify,
             seq=seq,
             timeout=timeout,
+            shadows=shadows,
         )
     except BaseException:
         with contextlib.suppress(EthaError):  # the original error is raised, and the end of the session unmaps as well
@@ -244,6 +251,7 @@ async def _register(
     verify: Verify | None,
     seq: int,
     timeout: Callable[[], float],
+    shadows: StagedTensors | None,
 ) -> Registration:
     pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
@@ -310,20 +318,24 @@ async def _register(
     connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
     if registered.shadows and registered.receives:
         try:
-            await attach_shadows(registration, timeout)
+            await attach_shadows(registration, timeout, shadows)
         except BaseException as error:
             await leave(registration, no_place(error), 0 if isinstance(error, asyncio.CancelledError) else timeout())
             raise
     return registration
 
 
-async def attach_shadows(registration: Registration, timeout: Callable[[], float]) -> None:
-    """Allocate the memory into which this worker receives an atomic batch, and share it with the agent.
+async def attach_shadows(
+    registration: Registration, timeout: Callable[[], float], shadows: StagedTensors | None = None
+) -> None:
+    """Allocate the memory into which this worker receives an atomic batch, unless there are ``shadows``, and share it
+    with the agent.
 
     A worker that may never receive allocates none until it does.
     """
     connection, tensors = registration.connection, registration.locals
-    shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
+    if shadows is None:
+        shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
     registration.check_writable(shadows, committed=False)
     handles = shadows.handles([connection.home.describe(tensor) for tensor in tensors])
     await registration.segments.show(handles, timeout())

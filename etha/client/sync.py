@@ -27,6 +27,7 @@ from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.one_process import OfOneProcess
+from etha.client.publishing import Publication, Subscription
 from etha.client.results import (
     AsyncLossEvent,
     AsyncPair,
@@ -241,6 +242,78 @@ class TensorBusClient(OfOneProcess):
     def wait_offer(self, batch_id: str, *, timeout: float | None = None) -> Offer:
         """Wait until the other side waits to send; returns at once if it does already."""
         return self._run(self._aio.wait_offer(batch_id, timeout=timeout))
+
+    def publish(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        publisher: str = "trainer",
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        slots: int = 2,
+        fan_out: int | None = None,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Publication:
+        """Publish versions of ``tensors`` to any number of subscribers; see ``AsyncTensorBusClient.publish``."""
+        inner = self._run(
+            self._aio.publish(
+                name,
+                tensors,
+                publisher=publisher,
+                expected_world_size=expected_world_size,
+                device_mesh=device_mesh,
+                placements=placements,
+                shapes=shapes,
+                slots=slots,
+                fan_out=fan_out,
+                rank=rank,
+                ranks=ranks,
+                timeout=timeout,
+            )
+        )
+        return Publication(inner, self._run, self._run_closing)
+
+    def subscribe(
+        self,
+        name: str,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        subscriber: str,
+        expected_world_size: int | None = None,
+        device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
+        placements: Mapping[str, Sequence[Placement]] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+        regions: Mapping[str, Runs] | None = None,
+        atomic: bool = False,
+        serve: bool = True,
+        rank: int | None = None,
+        ranks: Mapping[int, int] | None = None,
+        timeout: float | None = None,
+    ) -> Subscription:
+        """Follow a publication; see ``AsyncTensorBusClient.subscribe``."""
+        inner = self._run(
+            self._aio.subscribe(
+                name,
+                tensors,
+                subscriber=subscriber,
+                expected_world_size=expected_world_size,
+                device_mesh=device_mesh,
+                placements=placements,
+                shapes=shapes,
+                regions=regions,
+                atomic=atomic,
+                serve=serve,
+                rank=rank,
+                ranks=ranks,
+                timeout=timeout,
+            )
+        )
+        return Subscription(inner, self._run, self._run_closing)
 
     def status(self, *, timeout: float | None = None) -> dict[str, Any]:
         """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""

@@ -333,7 +333,7 @@ def _take_over(registration: Registration, verb: Literal["send", "recv"], moved:
             raise
         registration.received()
         registration.torn = False
-    registration.version = moved.version
+    registration.version, registration.moved = moved.version, moved
 
 
 def _torn(answer: Answer | None) -> bool:

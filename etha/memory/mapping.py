@@ -71,6 +71,30 @@ class Spared:
             self.allocations.pop().close()
 
 
+class StandingSegment:
+    """A segment that this agent holds itself: it outlives the worker that has shared it.
+
+    ``fd`` stays open, because other agents of this host find the segment among this process's descriptors.
+    """
+
+    def __init__(self, id: str, fd: int, nbytes: int) -> None:
+        """Map a segment of a worker. Takes ``fd``. RegistrationError for anything but a sealed memfd of that size."""
+        self.id, self.fd, self.nbytes = id, fd, nbytes
+        try:
+            if _SEGMENT_ID.fullmatch(id) is None:
+                raise RegistrationError(f"segment id {id[:80]!r} is not hex")
+            self.pages: ctypes.Array[Any] | None = map_sealed(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def close(self) -> None:
+        """Close it. It is unmapped with its last view, which may take long. Idempotent."""
+        if self.pages is not None:
+            self.pages = None
+            os.close(self.fd)
+
+
 class WorkerMemory:
     """All memory of one worker that this agent can reach.
 
@@ -95,6 +119,11 @@ class WorkerMemory:
                 self._segments[segment] = map_sealed(fd, nbytes)
         finally:
             os.close(fd)
+
+    def adopt(self, segment: StandingSegment) -> None:
+        """Reach a segment that this agent holds itself, as one of the worker's."""
+        assert segment.pages is not None
+        self._segments[segment.id] = segment.pages
 
     def spare(self, segments: Iterable[str]) -> Spared:
         """Remove these segments, ignoring unknown ones. The caller releases them once nothing uses them."""

@@ -467,6 +467,16 @@ TABLE: tuple[KeyKind, ...] = (
         doc="Which tables may feed which, computed once.",
     ),
     KeyKind(
+        pattern="publication:NAME:ranks:SIDE",
+        type="hash",
+        owner="the side's ranks that enter, through their agents",
+        lease=REGISTRATION_LEASE,
+        kept=_CHANGED,
+        fields={"RANK": "JSON object: world, launch, manifest (digest of what the rank has registered), pid"},
+        doc="Ranks that wait for the others of their side to enter a publication, because only all of them together "
+        "know the side's tensors.",
+    ),
+    KeyKind(
         pattern="publications",
         type="set",
         owner="whoever enters a publication",
@@ -606,6 +616,9 @@ class RedisKeys:
 
     def publication_side(self, publication: str, side: str) -> str:
         return f"{self.publication(publication)}:side:{check_name('side', side)}"
+
+    def publication_ranks(self, publication: str, side: str) -> str:
+        return f"{self.publication(publication)}:ranks:{check_name('side', side)}"
 
     def publication_table(self, publication: str, digest: str) -> str:
         return f"{self.publication(publication)}:table:{check_name('digest', digest)}"

@@ -290,6 +290,7 @@ local function grant(id, ask, source, slot)
   index(source)
   redis.call('HSET', side_key(ask.subscriber), 'claim', int(claim.number), 'source', source)
   wake(ask.subscriber, 'granted')
+  wake(h.side, 'granted') -- its agents begin the hop
 end
 
 -- A claim ends. Answers it, or nil if it is not there any more.
@@ -309,8 +310,9 @@ local function end_claim(claim_number, committed)
     h.used, s.used = h.used - 1, s.used - 1
     if not committed and s.seq == claim.seq then remove(s.children, claim.subscriber .. '/' .. int(claim.serial)) end
     index(source)
-    if s.seq == 0 and s.used == 0 then wake(h.side, 'readers') end
   end
+  wake(claim.source, 'ended')
+  wake(claim.subscriber, 'ended')
   local side = side_key(claim.subscriber)
   if redis.call('HGET', side, 'claim') == claim_number then redis.call('HSET', side, 'claim', '0') end
   return claim

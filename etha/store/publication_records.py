@@ -74,6 +74,17 @@ class TensorTable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingRank:
+    """A rank of a side that waits for the others before it enters. ``manifest`` is the digest of what it has
+    registered, ``launch`` "" if it has no name."""
+
+    world: int
+    launch: str
+    manifest: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationRank:
     """One rank of a side that enters a publication. All ranks of a launch give the same values, but for ``rank``.
 
@@ -255,6 +266,11 @@ class SourceClaim:
     def holder(self) -> str:
         """The source as a holder."""
         return f"{self.source}/{self.source_serial}"
+
+    @property
+    def reader(self) -> str:
+        """The subscriber as a holder."""
+        return f"{self.subscriber}/{self.serial}"
 
     @classmethod
     def read(cls, key: str, publication: str, values: Mapping[str, Any]) -> SourceClaim:

@@ -9,12 +9,15 @@ concerns one side (a claim was granted, readers have ended, all ranks have put, 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from dataclasses import asdict
 from typing import Any
 
+from etha.config import MAX_WORLD
 from etha.errors import ConfigError, EthaError, RedisUnavailableError
 from etha.store.connect import Client, ScriptRefused
+from etha.store.keys import REGISTRATION_LEASE
 from etha.store.process import alive
 from etha.store.publication_records import (
     ClaimAnswer,
@@ -26,6 +29,7 @@ from etha.store.publication_records import (
     PutSlot,
     SourceClaim,
     TensorTable,
+    WaitingRank,
     label_text,
     whole,
 )
@@ -73,6 +77,49 @@ class Publications:
         self.versions: dict[tuple[str, str], tuple[HeldVersion, ...]] = {}
 
     # ---- sides --------------------------------------------------------------------------------------
+
+    async def meet(self, publication: str, side: str, rank: int, entry: WaitingRank, *, timeout: float) -> None:
+        """Write what a rank has registered, for the other ranks of its side, and wake them.
+
+        A side enters with the table of its tensors, which only all ranks together know: a rank may hold no part of a
+        tensor, and may not know a global shape.
+        """
+        key = self._keys.publication_ranks(publication, side)
+        text = json.dumps(asdict(entry), separators=(",", ":"))
+
+        async def write(client: Client) -> None:
+            pipe = client.pipeline(transaction=True)
+            pipe.hset(key, str(rank), text)
+            pipe.pexpire(key, int(REGISTRATION_LEASE * 1000))
+            pipe.publish(key, "rank")
+            await pipe.execute()
+
+        await self._session.connection.call(f"write {key}", write, timeout)
+
+    async def part(self, publication: str, side: str, rank: int, *, timeout: float | None = None) -> None:
+        """Take a rank out of those that wait: its side has entered, or it waits no more."""
+        key = self._keys.publication_ranks(publication, side)
+        await self._session.connection.call(
+            f"write {key}", lambda client: client.hdel(key, str(rank)), self._session.limit(timeout)
+        )
+
+    async def waiting(self, publication: str, side: str, *, timeout: float | None = None) -> dict[int, WaitingRank]:
+        """The ranks of a side that wait to enter."""
+        key = self._keys.publication_ranks(publication, side)
+        values: dict[str, str] = await self._session.connection.call(
+            f"read {key}", lambda client: client.hgetall(key), self._session.limit(timeout)
+        )
+        found = {}
+        for name, text in values.items():
+            read = FieldReader(key, {name: text}).json_object(name)
+            number = FieldReader(key, {name: name}).integer(name, most=MAX_WORLD - 1)
+            found[number] = WaitingRank(
+                world=read.integer("world", least=1, most=MAX_WORLD),
+                launch=read.text("launch", most=500),
+                manifest=read.name("manifest"),
+                pid=read.integer("pid"),
+            )
+        return found
 
     async def enter(
         self, entrance: PublicationRank, member: RankHolder, *, timeout: float | None = None
@@ -269,6 +316,26 @@ class Publications:
             f"read {key}", lambda client: client.hget(key, holder), self._session.limit(timeout)
         )
         return None if text is None else read_holder(key, holder, text)
+
+    async def newest(self, publication: str, *, timeout: float | None = None) -> int:
+        """``seq`` of the newest version; 0 before the first."""
+        key = self._keys.publication(publication)
+        found = await self._session.connection.call(
+            f"read {key}", lambda client: client.hget(key, "seq"), self._session.limit(timeout)
+        )
+        return FieldReader(key, {"seq": found}).integer("seq", default=0)
+
+    async def claims(self, publication: str, holder: str, *, timeout: float | None = None) -> dict[int, SourceClaim]:
+        """The running hops that read from ``holder`` (SIDE/SERIAL), by number."""
+        key = self._keys.publication_part(publication, "claims")
+        fields: dict[str, str] = await self._session.connection.call(
+            f"read {key}", lambda client: client.hgetall(key), self._session.limit(timeout)
+        )
+        found = [
+            SourceClaim.read(key, publication, FieldReader(key, {name: text}).json_object(name).values)
+            for name, text in fields.items()
+        ]
+        return {one.number: one for one in found if one.holder == holder}
 
     async def view(self, publication: str, *, timeout: float | None = None) -> PublicationView | None:
         """A publication with its sides, holders, claims and queue. None if nobody has entered it."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from etha.agent.protocol.effects import CallKey, Member
 from etha.bus.codec import Request
 from etha.bus.sessions import Peer
 from etha.errors import EthaError, ProtocolError
-from etha.memory.mapping import WorkerMemory
+from etha.memory.mapping import StandingSegment, WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.records import RankHolder as Holder
@@ -58,6 +58,8 @@ class WorkerSession:
     seats: dict[str, Seat] = field(default_factory=dict)
     #: batch name -> (primary pair, generation) of the registration that this worker takes part in.
     batches: dict[str, tuple[str, int]] = field(default_factory=dict)
+    #: Segments that the worker has given to this agent to hold, and that no publication or subscription has taken yet.
+    standing: dict[str, StandingSegment] = field(default_factory=dict)
 
     @property
     def reach(self) -> str:
@@ -77,6 +79,12 @@ class WorkerSession:
         ProtocolError or RegistrationError for anything else.
         """
         match header, fds:
+            case {"segment": str(segment), "nbytes": int(nbytes), "standing": True}, [fd]:
+                if self.memory.on_device:
+                    os.close(fd)
+                    raise ProtocolError("the agent of a GPU holds no segments")
+                self.drop_standing([segment])
+                self.standing[segment] = StandingSegment(segment, fd, nbytes)
             case {"segment": str(segment), "nbytes": int(nbytes)}, [fd]:
                 self.memory.attach(segment, fd, nbytes)
             case {"segment": _, "device": _}, []:
@@ -87,6 +95,12 @@ class WorkerSession:
                 for fd in fds:
                     os.close(fd)
                 raise ProtocolError(f"descriptors of unknown kind {sorted(map(str, header))}")
+
+    def drop_standing(self, segments: Iterable[str]) -> None:
+        """Close segments that the worker has given to this agent, as far as nothing has taken them."""
+        for segment in list(segments):
+            if (found := self.standing.pop(segment, None)) is not None:
+                found.close()
 
     def probe(self, address: int, token: bytes) -> str:
         """Find out whether the worker's private memory is within reach. Returns why not; empty if it is."""

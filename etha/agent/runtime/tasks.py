@@ -5,12 +5,57 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from etha.errors import RedisUnavailableError
 
+T = TypeVar("T")
+
 #: Runs a coroutine as a task of the agent, which logs what it raises.
 Spawn = Callable[[Coroutine[Any, Any, None]], None]
+
+
+class EndableTask(Generic[T]):
+    """Work of the agent that can be ended early. ``then(self)`` is called once it is over, in whatever way.
+
+    ``value`` or ``error`` is what it has returned or raised; ``ended`` whether ``end`` came first.
+    """
+
+    def __init__(
+        self, spawn: Spawn, work: Coroutine[Any, Any, T], then: Callable[[EndableTask[T]], None] = lambda _: None
+    ) -> None:
+        self._work, self._then = work, then
+        self._task: asyncio.Task[Any] | None = None
+        self._ending = self.ended = False
+        self.value: T | None = None
+        self.error: Exception | None = None
+        self.over = asyncio.Event()
+        spawn(self._run())
+
+    def end(self) -> None:
+        """Cancel it. Idempotent."""
+        if not self._ending:
+            self._ending = True
+            if self._task is not None:
+                self._task.cancel()
+
+    async def _run(self) -> None:
+        self._task = asyncio.current_task()
+        try:
+            if self._ending:
+                self._work.close()
+                self.ended = True
+            else:
+                self.value = await self._work
+        except asyncio.CancelledError:
+            self.ended = True
+            if not self._ending:  # the agent ends
+                raise
+        except Exception as error:
+            self.error = error
+        finally:
+            self.over.set()
+            self._then(self)
 
 
 #: Seconds that a leaving agent spends on what it still has to write to Redis.

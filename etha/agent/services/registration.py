@@ -88,7 +88,7 @@ class RegistrationService:
         self._hints = hints
         self._me, self._store, self._links, self._calls, self._rendezvous = me, store, links, calls, rendezvous
         self._transfers, self._gc, self._spawn = transfers, gc_scheduler, spawn
-        self._manifests = ManifestCache(store)
+        self.manifests = ManifestCache(store)
         self.known: dict[Key, LocalRegistration] = {}
         #: Registrations that are over but still hold workers' memory.
         self._releasing: dict[Key, LocalRegistration] = {}
@@ -404,7 +404,7 @@ class RegistrationService:
             try:
                 manifest = await asyncio.to_thread(Manifest.of, message, member[1])
                 timeout = math.inf if deadline == math.inf else deadline - asyncio.get_running_loop().time()
-                digest = await self._manifests.publish(manifest, timeout=timeout)
+                digest = await self.manifests.publish(manifest, timeout=timeout)
                 primary = message.pairs[0]
                 if (lost := lost_since(self._rendezvous, session, epochs)) is not None:
                     raise lost
@@ -539,7 +539,7 @@ class RegistrationService:
 
     async def _evaluate(self, registration: LocalRegistration, entries: dict[Member, str]) -> None:
         try:
-            evaluation, verdict = await plan(registration, entries, self._store, self._manifests, self._links)
+            evaluation, verdict = await plan(registration, entries, self._store, self.manifests, self._links)
         except EthaError as error:
             self._perform(registration, registration.machine.failed(error))
             return

@@ -256,6 +256,13 @@ class RendezvousService:
             if (left := self._known.get(name)) is not None:
                 self._forget_unused(left)
 
+    def leave(self, session: WorkerSession, pair: str) -> None:
+        """A worker gives up its rank in a pair. Does nothing if it has none."""
+        known, seat = self._known.get(pair), session.seats.pop(pair, None)
+        if known is not None and seat is not None:
+            self._perform(known, known.machine.depart(seat.side, seat.rank, session.holder, "closed"))
+            self._forget_unused(known)
+
     def _over(self, known: _Known, key: CallKey, expired: bool) -> None:
         if expired and known.machine.waits_for_others(key):
             self._work(known, self._expire(known, key))

@@ -49,6 +49,7 @@ def test_every_key_is_in_the_table_and_under_the_namespace() -> None:
         keys.publication("NAME"),
         keys.publication_side("NAME", "SIDE"),
         keys.publication_table("NAME", "DIGEST"),
+        keys.publication_ranks("NAME", "SIDE"),
         *(keys.publication_part("NAME", part) for part in PARTS),
     ]
     assert all(name.startswith("etha:{prod}:") for name in names)

@@ -1,0 +1,117 @@
+"""One rank of a holder towards one subscriber: it joins their pair, registers a slot once, and sends.
+
+It outlives its hops, so that rendezvous and plan happen once, and ends when the subscriber has left the pair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from etha.agent.runtime.in_process_worker import Dispatcher, InProcessWorker
+from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, Register, Transfer
+from etha.memory.handles import TensorHandle
+from etha.memory.mapping import StandingSegment
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandingTensors:
+    """What a rank of a holder has registered. ``slots``: for each slot, where the tensors lie, by entry."""
+
+    side: str
+    world_size: int
+    rank: int
+    layouts: tuple[dict[str, Any], ...]
+    entries: tuple[Entry, ...]
+    slots: tuple[Sequence[TensorHandle], ...]
+
+
+class HopWorker:
+    """``left()`` is called when the subscriber has left the pair, and no hop runs."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tensors: StandingTensors,
+        segments: Iterable[StandingSegment],
+        *,
+        pair: str,
+        remote: str,
+        left: Callable[[], None],
+    ) -> None:
+        self._tensors, self._pair, self._remote, self._left = tensors, pair, remote, left
+        self._worker = InProcessWorker(dispatcher, segments, self._pushed)
+        self._epoch: int | None = None
+        self._registered: set[str] = set()
+        #: Hops of one subscriber come one after the other.
+        self._turn = asyncio.Lock()
+
+    async def send(self, batch: str, slot: int, version: int | str, ready: Callable[[], Any]) -> None:
+        """Send ``slot`` as batch ``batch``. ``await ready()`` comes last before the bytes move. When it returns or
+        raises, nothing reads the slot any more."""
+        async with self._turn:
+            epoch = await self._join()
+            if batch not in self._registered:
+                await self._worker.request(self._register(batch, slot, epoch))
+                self._registered.add(batch)
+            await ready()
+            await self._worker.request(
+                Transfer(batch=batch, epoch=epoch, verb="send", version=version, slot=0, progress=False)
+            )
+
+    def close(self) -> None:
+        """Leave the pair. Idempotent."""
+        self._worker.close()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    async def _join(self) -> int:
+        if self._epoch is None:
+            formed = await self._worker.request(
+                InitPair(
+                    pair=self._pair,
+                    side=self._tensors.side,
+                    remote=self._remote,
+                    world_size=self._tensors.world_size,
+                    rank=self._tensors.rank,
+                    launch=None,
+                )
+            )
+            assert isinstance(formed, PairFormed)
+            self._epoch = formed.epoch
+        return self._epoch
+
+    def _register(self, batch: str, slot: int, epoch: int) -> Register:
+        handles = self._tensors.slots[slot]
+        entries = tuple(replace(e, handle=handle) for e, handle in zip(self._tensors.entries, handles, strict=True))
+        return Register(
+            batch=batch,
+            epoch=epoch,
+            form="map",
+            pairs=(self._pair,),
+            layouts=self._tensors.layouts,
+            entries=entries,
+            refusals=(),
+            direction="send",
+            bucket_size=None,
+            atomic=False,
+            verify=None,
+            seq=0,
+        )
+
+    def _pushed(self, message: Any) -> None:
+        match message:
+            case PairLost(epoch=epoch) if epoch == self._epoch:
+                self._epoch = None
+                self._registered.clear()
+                if not self._turn.locked():
+                    self._left()
+            case BatchLost(batch=batch):
+                self._registered.discard(batch)

@@ -1,0 +1,847 @@
+"""Publications: what publishers and subscribers of this agent ask, and the hops on which their memory is sent.
+
+    worker: publish, subscribe   --> ranks enter in Redis --> LocalSide, which follows its key there
+    worker: put                  --> a slot that nobody reads; announced
+    worker: next                 --> a claim: who sends which version. The worker receives it as any transfer
+    Redis: a claim reads a side  --> each agent of the side begins a hop for its ranks (``hop_worker``)
+
+Which holder feeds whom is decided in Redis (``store.publications``). A holder's agents send without its workers, from
+memory that they hold themselves, so a worker that is busy, stopped or dead delays no hop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from etha.agent.protocol.effects import name_ranks
+from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair
+from etha.agent.runtime.in_process_worker import Dispatcher
+from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.runtime.tasks import EndableTask, Spawn, outage
+from etha.agent.services.hop_worker import HopWorker, StandingTensors
+from etha.agent.services.manifests import ManifestCache
+from etha.agent.services.side_tables import SideMeeting, misfits
+from etha.bus.codec import Request
+from etha.bus.messages import (
+    Announced,
+    BeginPut,
+    ClaimLost,
+    ClaimVersion,
+    ClosePublication,
+    CloseSubscription,
+    EndHop,
+    FinishPut,
+    GetSubscribers,
+    Ok,
+    Publish,
+    Published,
+    SlotGiven,
+    Subscribe,
+    Subscribed,
+    Subscribers,
+    VersionClaimed,
+    WaitHeld,
+)
+from etha.config import check_name
+from etha.errors import (
+    ConfigError,
+    EthaError,
+    PeerLostError,
+    ProtocolError,
+    RegistrationError,
+    RendezvousTimeoutError,
+    TransferTimeoutError,
+)
+from etha.memory.handles import TensorHandle
+from etha.memory.mapping import StandingSegment
+from etha.store.keys import CLAIM_BEAT
+from etha.store.publication_records import (
+    ClaimAnswer,
+    ClaimRequest,
+    HeldVersion,
+    PublicationRank,
+    PublicationSide,
+    PutSlot,
+    Role,
+    SourceClaim,
+)
+from etha.store.records import RankHolder
+from etha.store.registry import Store
+
+log = logging.getLogger(__name__)
+
+#: Subscribers that a publisher serves at once, unless it says otherwise.
+FAN_OUT = 2
+#: Earlier claims whose holders are remembered, and holders with which a subscriber keeps a pair (as its client does).
+MAX_SOURCES, MAX_LINKS = 64, 4
+#: Seconds for which a subscriber prefers to wait for others than the holders that have just failed it.
+AVOIDED = 1.0
+#: Seconds that Redis is given to hear that a side has left.
+_LAST_WORDS = 5.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LocalRank:
+    """A rank of a side on this agent. ``session`` is None once its worker has left."""
+
+    number: int
+    holder: RankHolder
+    session: WorkerSession | None
+    entrance: PublicationRank
+    tensors: StandingTensors
+    segments: tuple[StandingSegment, ...]
+    #: One for each slot; empty for a subscriber that serves nobody.
+    buffers: list[HopBuffer]
+    #: Towards each subscriber (SIDE/SERIAL).
+    workers: dict[str, HopWorker] = field(default_factory=dict)
+    #: What it has asked for last, and the claim that was given; None between hops.
+    asked: ClaimRequest | None = None
+    claim: SourceClaim | None = None
+    #: Holders of earlier claims, by their numbers; and those with which a pair was formed, the last one at the end.
+    sources: dict[int, str] = field(default_factory=dict)
+    links: list[str] = field(default_factory=list)
+    #: Of a publisher: the put that has a slot now.
+    put: tuple[int, PutSlot] | None = None
+
+
+@dataclass(slots=True)
+class _Hop:
+    """A hop that reads a side here. ``reader`` is its subscriber, as SIDE/SERIAL."""
+
+    reader: str
+    task: EndableTask[None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class LocalSide:
+    """The ranks of one launch of a side on this agent, and the hops that read their memory."""
+
+    publication: str
+    name: str
+    serial: int
+    role: Role
+    world: int
+    ranks: dict[int, LocalRank] = field(default_factory=dict)
+    #: claim -> its hop here.
+    hops: dict[int, _Hop] = field(default_factory=dict)
+    #: Claims whose hops a put has ended.
+    overwritten: set[int] = field(default_factory=set)
+    #: Set when Redis may have something new about it.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Set, and replaced by another, when a buffer or a hop has changed here.
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+    #: Held while Redis is told how a hop has ended, so that the next claim comes after that.
+    order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    seq: int = 0
+
+    @property
+    def holder(self) -> str:
+        """SIDE/SERIAL."""
+        return f"{self.name}/{self.serial}"
+
+    @property
+    def attended(self) -> bool:
+        """Whether a worker here still belongs to it."""
+        return any(rank.session is not None for rank in self.ranks.values())
+
+    def notify(self) -> None:
+        """Wake whoever waits for a buffer or a hop."""
+        self.moved.set()
+        self.moved = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition()``, which depends on buffers and hops here."""
+        while not condition():
+            await self.moved.wait()
+
+
+class PublicationService:
+    """All publications of this agent's workers."""
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        calls: OpenCalls,
+        manifests: ManifestCache,
+        dispatcher: Dispatcher,
+        spawn: Spawn,
+    ) -> None:
+        self._store, self._calls, self._manifests = store, calls, manifests
+        self._dispatcher, self._spawn = dispatcher, spawn
+        #: (publication, SIDE/SERIAL) -> it.
+        self._sides: dict[tuple[str, str], LocalSide] = {}
+        #: What each worker has entered, by (session, publication, role).
+        self._entered: dict[tuple[str, str, Role], tuple[LocalSide, LocalRank]] = {}
+        self._leaving = False
+
+    # ---- requests of workers ------------------------------------------------------------------
+
+    def handle(self, session: WorkerSession, request: Request) -> None:
+        """A worker's request about a publication."""
+        match request.message:
+            case Publish() as message:
+                self._enter(session, request, message, "publisher", message.publisher)
+            case Subscribe() as message:
+                self._enter(session, request, message, "subscriber", message.subscriber)
+            case BeginPut() as message:
+                side, rank = self._find(session, message.publication, "publisher")
+                self._answer(session, request, self._begin_put(side, rank, message), _slot_late(side))
+            case FinishPut() as message:
+                side, rank = self._find(session, message.publication, "publisher")
+                self._answer(session, request, self._finish_put(side, rank, message), _redis_late(side))
+            case WaitHeld() as message:
+                side, _ = self._find(session, message.publication, "publisher")
+                self._answer(session, request, self._wait_held(side, message), _held_late(side, message))
+            case GetSubscribers(publication=publication):
+                side, _ = self._find(session, publication, "publisher")
+                self._answer(session, request, self._subscribers(side), _redis_late(side))
+            case ClaimVersion() as message:
+                side, rank = self._find(session, message.publication, "subscriber")
+                self._claim(session, request, side, rank, message)
+            case EndHop() as message:
+                side, rank = self._find(session, message.publication, "subscriber")
+                self._end_hop(side, rank, message)
+                session.peer.reply(request.id, Ok())
+            case ClosePublication(publication=publication):
+                self._leave(session, publication, "publisher", "closed")
+                session.peer.reply(request.id, Ok())
+            case CloseSubscription(publication=publication):
+                self._leave(session, publication, "subscriber", "closed")
+                session.peer.reply(request.id, Ok())
+            case _:
+                raise ProtocolError(f"{type(request.message).__name__} is not about a publication")
+
+    def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
+        """A worker has died or closed its connection: its sides end. What a publisher has set aside stays."""
+        for key, publication, role in [key for key in self._entered if key[0] == session.key]:
+            assert key == session.key
+            self._leave(session, publication, role, reason)
+        session.drop_standing(list(session.standing))
+
+    def close(self) -> None:
+        """This agent leaves: all hops end."""
+        self._leaving = True
+        for side in list(self._sides.values()):
+            self._end_side(side)
+
+    # ---- sides --------------------------------------------------------------------------------------
+
+    def _find(self, session: WorkerSession, publication: str, role: Role) -> tuple[LocalSide, LocalRank]:
+        found = self._entered.get((session.key, publication, role))
+        if found is None:
+            call = "publish" if role == "publisher" else "subscribe"
+            raise ConfigError(f"this client is no {role} of publication {publication!r}: call {call} first")
+        return found
+
+    def _enter(
+        self, session: WorkerSession, request: Request, message: Publish | Subscribe, role: Role, side: str
+    ) -> None:
+        publication = message.publication
+        check_name("publication", publication)
+        check_name(role, side)
+        if (session.key, publication, role) in self._entered:
+            raise ConfigError(f"this client is {side} of publication {publication!r} already: close that first")
+        handles = (
+            message.slots if isinstance(message, Publish) else (() if message.serves is None else (message.serves,))
+        )
+        segments = self._take(session, handles, len(message.entries))
+        meeting = SideMeeting(publication=publication, side=side, rank=message.rank, world=message.world_size)
+
+        def late() -> EthaError:
+            missing = meeting.missing
+            who = name_ranks({side: missing}) if missing else f"a rank of {side} that has not entered it"
+            return RendezvousTimeoutError(
+                f"{side} rank {message.rank} ended at its deadline while it entered publication {publication!r}; "
+                f"missing: {who}",
+                missing={side: missing} if missing else {},
+            )
+
+        work = self._entering(session, message, role, side, meeting, handles, segments)
+        self._answer(session, request, work, late)
+
+    def _take(
+        self, session: WorkerSession, slots: tuple[tuple[TensorHandle, ...], ...], count: int
+    ) -> tuple[StandingSegment, ...]:
+        """The segments that the handles name, which the worker has given to this agent."""
+        names = dict.fromkeys(h.segment for handles in slots for h in handles if 0 not in h.shape)
+        if any(len(handles) != count for handles in slots):
+            raise ProtocolError(f"slots of {[len(handles) for handles in slots]} handles for {count} tensors")
+        if missing := [name for name in names if name is None or name not in session.standing]:
+            raise ProtocolError(f"segments {missing[:3]} were not given to this agent")
+        return tuple(session.standing.pop(name) for name in names if name is not None)
+
+    async def _entering(
+        self,
+        session: WorkerSession,
+        message: Publish | Subscribe,
+        role: Role,
+        side: str,
+        meeting: SideMeeting,
+        handles: tuple[tuple[TensorHandle, ...], ...],
+        segments: tuple[StandingSegment, ...],
+    ) -> Published | Subscribed:
+        publication, number = message.publication, message.rank
+        store, entered = self._store, False
+        try:
+            table = await meeting.table(message, store, self._manifests, session.holder.pid)
+            if role == "subscriber":
+                await self._check_fits(publication, side, table)
+            entrance = PublicationRank(
+                publication=publication,
+                side=side,
+                role=role,
+                rank=number,
+                world=message.world_size,
+                tensors=table,
+                launch=message.launch,
+                slots=max(1, len(handles)),
+                places=_places(message, bool(handles)),
+            )
+            async with store.changes(store.keys.publication_side(publication, side)) as changed:
+                while True:
+                    found = await store.publications.enter(entrance, session.holder, timeout=math.inf)
+                    entered = True
+                    if found.complete:
+                        break
+                    await changed()
+            if session.peer.disconnected or self._leaving:
+                raise PeerLostError(f"{side} rank {number} has left", reason="closed")
+        except BaseException:
+            for segment in segments:
+                segment.close()
+            if entered:
+                self._spawn(self._tell_left(publication, side, number, session.holder, "closed"))
+            raise
+        finally:
+            if message.world_size > 1:
+                self._spawn(self._leave_roster(publication, side, number))
+        entrance = replace(entrance, serial=found.serial, launch=found.launch)
+        rank = LocalRank(
+            number=number,
+            holder=session.holder,
+            session=session,
+            entrance=entrance,
+            tensors=StandingTensors(
+                side=side,
+                world_size=message.world_size,
+                rank=number,
+                layouts=message.layouts,
+                entries=message.entries,
+                slots=handles,
+            ),
+            segments=segments,
+            buffers=[HopBuffer() for _ in handles],
+        )
+        self._begin(session, rank, role, found)
+        if role == "publisher":
+            return Published(seq=found.seq)
+        return Subscribed(seq=found.seq, turn=0)
+
+    async def _check_fits(self, publication: str, side: str, table: Any) -> None:
+        description = await self._store.publications.description(publication, timeout=math.inf)
+        if description is None:
+            return
+        wrong = misfits(table, description, side, f"publication {publication}")
+        if wrong:
+            listed = "\n  ".join(map(str, wrong[:20]))
+            raise RegistrationError(
+                f"{side} cannot follow publication {publication!r}, whose tensors are others:\n  {listed}",
+                violations=wrong,
+            )
+
+    def _begin(self, session: WorkerSession, rank: LocalRank, role: Role, found: PublicationSide) -> None:
+        entrance = rank.entrance
+        key = (entrance.publication, f"{entrance.side}/{found.serial}")
+        side = self._sides.get(key)
+        if side is None:
+            side = self._sides[key] = LocalSide(
+                publication=entrance.publication,
+                name=entrance.side,
+                serial=found.serial,
+                role=role,
+                world=entrance.world,
+                seq=found.seq,
+            )
+            self._spawn(self._follow(side))
+            if role == "subscriber":
+                self._spawn(self._follow_versions(side))
+        side.ranks[rank.number] = rank
+        self._entered[session.key, entrance.publication, role] = (side, rank)
+        self._store.publications.held[entrance.publication, entrance.side, rank.number] = (entrance, session.holder)
+
+    def _leave(self, session: WorkerSession, publication: str, role: Role, reason: str) -> None:
+        """A worker's part in a side ends, and the side with it."""
+        found = self._entered.pop((session.key, publication, role), None)
+        if found is None:
+            return
+        side, rank = found
+        rank.session = None
+        self._store.publications.held.pop((publication, side.name, rank.number), None)
+        rank.claim = rank.asked = None
+        self._spawn(self._tell_left(publication, side.name, rank.number, rank.holder, reason))
+        if role == "subscriber" and not side.attended:
+            self._end_side(side)
+        else:
+            side.changed.set()
+
+    async def _tell_left(self, publication: str, side: str, rank: int, holder: RankHolder, reason: str) -> None:
+        try:
+            await self._store.publications.leave(publication, side, rank, holder, reason, timeout=_LAST_WORDS)
+        except EthaError as error:
+            outage(log, "publication %s: %s rank %d could not be taken out: %s", publication, side, rank, error)
+
+    async def _leave_roster(self, publication: str, side: str, rank: int) -> None:
+        try:
+            await self._store.publications.part(publication, side, rank)
+        except EthaError as error:
+            outage(log, "publication %s: %s rank %d stays in its roster: %s", publication, side, rank, error)
+
+    # ---- puts ---------------------------------------------------------------------------------------
+
+    async def _begin_put(self, side: LocalSide, rank: LocalRank, message: BeginPut) -> SlotGiven:
+        store, loop = self._store, asyncio.get_running_loop()
+        patience = loop.time() + message.grace
+        async with store.changes(store.keys.publication_side(side.publication, side.name), ticks=False) as changed:
+            while True:
+                found = await store.publications.prepare(
+                    side.publication, side.name, side.serial, rank.number, message.number, timeout=math.inf
+                )
+                buffer = rank.buffers[found.slot]
+                if found.ready or found.readers:
+                    buffer.clear()
+                if found.ready:
+                    break
+                unprotected = {reader.claim for reader in found.readers if not reader.protected}
+                left = patience - loop.time()
+                if unprotected and left <= 0:
+                    self._cut(side, unprotected)
+                waits = [t for t in (found.wait, left if unprotected and left > 0 else 0.0) if t > 0]
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(min(waits, default=None)):
+                        await changed()
+        rank.put = (message.number, found)
+        # Redis knows of no reader, so what still reads it here belongs to a claim that is over.
+        await self._end_readers(side, rank, found.slot)
+        return SlotGiven(slot=found.slot, seq=found.seq)
+
+    def _cut(self, side: LocalSide, claims: set[int]) -> None:
+        """End hops whose slot a put needs."""
+        for claim in claims & side.hops.keys():
+            if claim not in side.overwritten:
+                side.overwritten.add(claim)
+                side.hops[claim].task.end()
+
+    async def _end_readers(self, side: LocalSide, rank: LocalRank, slot: int) -> None:
+        """Return once nobody here reads a buffer, which is cleared."""
+        buffer = rank.buffers[slot]
+        for claim in buffer.readers & side.hops.keys():
+            side.hops[claim].task.end()
+        await side.until(lambda: not buffer.readers)
+
+    async def _finish_put(self, side: LocalSide, rank: LocalRank, message: FinishPut) -> Ok:
+        publications = self._store.publications
+        number, found = rank.put or (0, None)
+        if found is None or number != message.number:
+            raise ProtocolError(f"publication {side.publication!r}: put {message.number} has no slot")
+        rank.put = None
+        rank.buffers[found.slot].fill(found.seq)
+        side.notify()
+        await publications.announce(
+            side.publication,
+            side.name,
+            side.serial,
+            rank.number,
+            message.number,
+            found,
+            message.version,
+            timeout=math.inf,
+        )
+        side.seq = max(side.seq, found.seq)
+        self._remember(side, rank, found.slot, found.seq, message.version)
+        return Ok()
+
+    def _remember(self, side: LocalSide, rank: LocalRank, slot: int, seq: int, version: int | str | None) -> None:
+        """Note what a side's buffers hold, to put it back if Redis loses it. The agent of rank 0 does."""
+        if rank.number != 0:
+            return
+        held = {one.slot: one for one in self._store.publications.versions.get((side.publication, side.holder), ())}
+        if seq:
+            digest = rank.entrance.tensors.digest
+            held[slot] = HeldVersion(slot=slot, seq=seq, version=version, description=digest)
+        else:
+            held.pop(slot, None)
+        self._store.publications.versions[side.publication, side.holder] = tuple(held.values())
+
+    async def _wait_held(self, side: LocalSide, message: WaitHeld) -> Ok:
+        store = self._store
+        async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
+            while await store.publications.holding(side.publication, message.seq, timeout=math.inf) < message.count:
+                await changed()
+        return Ok()
+
+    async def _subscribers(self, side: LocalSide) -> Subscribers:
+        view = await self._store.publications.view(side.publication, timeout=math.inf)
+        found = [] if view is None else view.subscribers
+        return Subscribers(
+            subscribers=tuple(
+                {
+                    "name": one.name,
+                    "ranks": one.world,
+                    "seq": one.seq,
+                    "version": one.version,
+                    "lag": one.lag,
+                    "lag_seconds": one.lag_seconds,
+                    "source": one.source.partition("/")[0],
+                    "state": one.state,
+                    "error": one.error,
+                }
+                for one in found
+            )
+        )
+
+    # ---- claims -------------------------------------------------------------------------------------
+
+    def _claim(
+        self, session: WorkerSession, request: Request, side: LocalSide, rank: LocalRank, message: ClaimVersion
+    ) -> None:
+        asking = _Asking(
+            ClaimRequest(
+                publication=side.publication,
+                subscriber=side.name,
+                serial=side.serial,
+                call=message.turn,
+                newer_than=message.newer_than,
+                version=message.version,
+                links=tuple(rank.links),
+                avoid=tuple(sorted({rank.sources[claim] for claim in message.avoid if claim in rank.sources})),
+            )
+        )
+        self._answer(session, request, self._claiming(side, rank, asking), lambda: _claim_late(side, asking))
+
+    async def _claiming(self, side: LocalSide, rank: LocalRank, asking: _Asking) -> VersionClaimed:
+        store = self._store
+        granted, avoided = False, asyncio.get_running_loop().time() + AVOIDED
+        try:
+            async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
+                while True:
+                    async with side.order:
+                        answer = asking.answer = await store.publications.claim(asking.request, timeout=math.inf)
+                    side.seq = max(side.seq, answer.seq)
+                    if answer.claim is not None and not answer.over:
+                        break
+                    if answer.over:
+                        call = asking.request.call
+                        asking.request = replace(asking.request, call=answer.last if answer.last > call else call + 1)
+                        continue
+                    left = avoided - asyncio.get_running_loop().time()
+                    if asking.request.avoid and left <= 0:
+                        asking.request = replace(asking.request, call=asking.request.call + 1, avoid=())
+                        continue
+                    waits = [t for t in (answer.wait, left if asking.request.avoid else 0.0) if t > 0]
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(min(waits, default=None)):
+                            await changed()
+            claim = answer.claim
+            rank.asked, rank.claim = asking.request, claim
+            rank.sources = {**rank.sources, claim.number: claim.holder}
+            while len(rank.sources) > MAX_SOURCES:
+                del rank.sources[next(iter(rank.sources))]
+            if rank.number == 0:
+                self._spawn(self._renew(rank, claim))
+            for slot, buffer in enumerate(rank.buffers):
+                buffer.clear()
+                self._remember(side, rank, slot, 0, None)
+                await self._end_readers(side, rank, slot)
+            granted = True
+        finally:
+            if not granted:
+                rank.asked = rank.claim = None
+                self._spawn(self._withdraw(side, asking.request.call))
+        return VersionClaimed(
+            claim=claim.number,
+            turn=asking.request.call,
+            source=claim.source,
+            pair=(pair := hop_pair(side.publication, claim.holder, side.holder)),
+            batch=hop_batch(pair, claim.slot),
+            seq=claim.seq,
+            version=claim.version,
+        )
+
+    async def _withdraw(self, side: LocalSide, call: int) -> None:
+        try:
+            await self._store.publications.withdraw(side.publication, side.name, side.serial, call)
+        except EthaError as error:
+            outage(log, "publication %s: %s could not take its claim back: %s", side.publication, side.name, error)
+
+    async def _renew(self, rank: LocalRank, claim: SourceClaim) -> None:
+        """Keep the lease of a claim while its hop runs."""
+        while True:
+            await asyncio.sleep(CLAIM_BEAT)
+            if rank.claim is not claim or rank.session is None:
+                return
+            try:
+                if not await self._store.publications.renew(claim):
+                    return
+            except EthaError as error:
+                outage(log, "publication %s: claim %d could not be renewed: %s", claim.publication, claim.number, error)
+
+    def _end_hop(self, side: LocalSide, rank: LocalRank, message: EndHop) -> None:
+        claim = rank.claim
+        if claim is None or claim.number != message.claim:
+            return
+        rank.claim = rank.asked = None
+        if not message.error:
+            rank.links = [*(one for one in rank.links if one != claim.holder), claim.holder][-MAX_LINKS:]
+            for slot, buffer in enumerate(rank.buffers):
+                buffer.fill(claim.seq)
+                self._remember(side, rank, slot, claim.seq, claim.version)
+            side.notify()
+        if rank.number == 0 or message.error:
+            self._spawn(self._release(side, claim, message.error))
+
+    async def _release(self, side: LocalSide, claim: SourceClaim, error: str, *, overwritten: bool = False) -> None:
+        try:
+            async with side.order:
+                await self._store.publications.release(
+                    claim, committed=not error, error=error, overwritten=overwritten, timeout=math.inf
+                )
+        except EthaError as failed:
+            outage(log, "publication %s: claim %d was not released: %s", claim.publication, claim.number, failed)
+
+    # ---- what Redis says ------------------------------------------------------------------------------
+
+    async def _follow(self, side: LocalSide) -> None:
+        """Read what concerns a side after every wake-up: claims that read it, and its own claim."""
+        key = self._store.keys.publication_side(side.publication, side.name)
+        with self._store.watch(key, side.changed.set, ticks=lambda: bool(side.hops) or not side.attended):
+            while True:
+                await side.changed.wait()
+                side.changed.clear()
+                if side.ended:
+                    return
+                try:
+                    await self._look(side)
+                except EthaError as error:
+                    outage(log, "publication %s: %s could not be read: %s", side.publication, side.name, error)
+
+    async def _look(self, side: LocalSide) -> None:
+        publications = self._store.publications
+        if any(rank.buffers for rank in side.ranks.values()):
+            claims = await publications.claims(side.publication, side.holder)
+            reading = {claim for rank in side.ranks.values() for one in rank.buffers for claim in one.readers}
+            wanted = {number: one.reader for number, one in claims.items()}
+            for number in ended_hops(wanted, {n: hop.reader for n, hop in side.hops.items()}, reading):
+                side.hops[number].task.end()
+            for number in sorted(claims.keys() - side.hops.keys()):
+                self._begin_hop(side, claims[number])
+        if not side.attended and await publications.holder(side.publication, side.holder) is None:
+            self._end_side(side)
+            return
+        for rank in side.ranks.values():
+            asked, claim = rank.asked, rank.claim
+            if asked is None or claim is None or rank.session is None:
+                continue
+            answer = await publications.claim(asked)
+            if rank.claim is claim and (answer.over or answer.claim is None or answer.claim.number != claim.number):
+                text = "its claim has ended: the source has left, or could not send"
+                rank.session.peer.push(
+                    ClaimLost(publication=side.publication, subscriber=side.name, claim=claim.number, text=text)
+                )
+
+    async def _follow_versions(self, side: LocalSide) -> None:
+        """Tell the workers of a subscriber which version is the newest."""
+        store, changed = self._store, asyncio.Event()
+        with store.watch(store.keys.publication(side.publication), changed.set, ticks=lambda: False):
+            while not side.ended:
+                await changed.wait()
+                changed.clear()
+                with suppress(EthaError):
+                    seq = await store.publications.newest(side.publication)
+                    if seq > side.seq:
+                        side.seq = seq
+                        for rank in side.ranks.values():
+                            if rank.session is not None:
+                                rank.session.peer.push(Announced(publication=side.publication, seq=seq))
+
+    # ---- hops that read a side here ----------------------------------------------------------------------
+
+    def _begin_hop(self, side: LocalSide, claim: SourceClaim) -> None:
+        def ended(hop: EndableTask[None]) -> None:
+            side.hops.pop(claim.number, None)
+            overwritten = claim.number in side.overwritten
+            side.overwritten.discard(claim.number)
+            side.notify()
+            if hop.error is not None:
+                error = hop.error.exceptions[0] if isinstance(hop.error, ExceptionGroup) else hop.error
+                self._hop_failed(side, claim, error)
+            elif overwritten and hop.ended:
+                text = f"{side.name} has put a newer version where this one was"
+                self._spawn(self._release(side, claim, text, overwritten=True))
+
+        side.hops[claim.number] = _Hop(claim.reader, EndableTask(self._spawn, self._hop(side, claim), ended))
+
+    def _hop_failed(self, side: LocalSide, claim: SourceClaim, error: Exception) -> None:
+        """Take the claim out of Redis, so that its subscriber asks again."""
+        text = f"{side.name} could not send: {error}"
+        log.info("publication %s: the hop to %s has failed: %s", claim.publication, claim.subscriber, text)
+        if not isinstance(error, EthaError):
+            log.error("publication %s: a hop has failed, a bug of Etha", claim.publication, exc_info=error)
+        self._spawn(self._release(side, claim, text))
+
+    async def _hop(self, side: LocalSide, claim: SourceClaim) -> None:
+        """Send a version from all ranks here."""
+        async with asyncio.TaskGroup() as group:
+            for rank in side.ranks.values():
+                group.create_task(self._send(side, rank, claim))
+
+    async def _send(self, side: LocalSide, rank: LocalRank, claim: SourceClaim) -> None:
+        buffer = rank.buffers[claim.slot]
+        pair = hop_pair(side.publication, claim.holder, claim.reader)
+        worker = self._worker(side, rank, claim, pair)
+
+        async def ready() -> None:
+            # The worker of a subscriber may not have said yet that it holds what the others of its side hold.
+            await side.until(lambda: buffer.holds(claim.seq))
+            buffer.readers.add(claim.number)
+
+        try:
+            version = claim.seq if claim.version is None else claim.version
+            await worker.send(hop_batch(pair, claim.slot), claim.slot, version, ready)
+        finally:
+            buffer.readers.discard(claim.number)
+            side.notify()
+
+    def _worker(self, side: LocalSide, rank: LocalRank, claim: SourceClaim, pair: str) -> HopWorker:
+        towards = claim.reader
+        if towards not in rank.workers:
+
+            def left() -> None:
+                if (worker := rank.workers.pop(towards, None)) is not None:
+                    asyncio.get_running_loop().call_soon(worker.close)
+                    if rank.number == 0:
+                        self._spawn(self._forget_pair(pair, len(rank.buffers)))
+
+            rank.workers[towards] = HopWorker(
+                self._dispatcher, rank.tensors, rank.segments, pair=pair, remote=claim.subscriber, left=left
+            )
+        return rank.workers[towards]
+
+    async def _forget_pair(self, pair: str, slots: int) -> None:
+        """Remove a pair from Redis that nobody needs any more, if all have left it."""
+        with suppress(EthaError):
+            for slot in range(slots):
+                await self._store.pairs.forget(pair, hop_batch(pair, slot))
+
+    def _end_side(self, side: LocalSide) -> None:
+        """Nobody reads this launch of a side any more: end its hops, and close its memory."""
+        if side.ended:
+            return
+        side.ended = True
+        side.changed.set()
+        self._sides.pop((side.publication, side.holder), None)
+        self._store.publications.versions.pop((side.publication, side.holder), None)
+        self._spawn(self._close_side(side))
+
+    async def _close_side(self, side: LocalSide) -> None:
+        for hop in list(side.hops.values()):
+            hop.task.end()
+        await side.until(lambda: not side.hops)
+        for rank in side.ranks.values():
+            while rank.workers:
+                rank.workers.popitem()[1].close()
+            segments, rank.segments = rank.segments, ()
+            await asyncio.to_thread(_close_all, segments)
+
+    # ---- answers -------------------------------------------------------------------------------------
+
+    def _answer(
+        self,
+        session: WorkerSession,
+        request: Request,
+        work: Coroutine[Any, Any, Any],
+        late: Callable[[], EthaError],
+    ) -> None:
+        """Answer a request with what ``work`` returns or raises; with ``late()`` at its deadline."""
+
+        def over(task: EndableTask[Any]) -> None:
+            if task.ended:
+                self._calls.fail(key, late())
+            elif task.error is None:
+                self._calls.answer(key, task.value)
+            elif isinstance(task.error, EthaError):
+                self._calls.fail(key, task.error)
+            else:
+                log.error("a request about a publication failed", exc_info=task.error)
+                self._calls.fail(key, ProtocolError(f"the agent failed, a bug of Etha: {task.error!r}"))
+
+        task = EndableTask(self._spawn, work, over)
+        key = self._calls.open(session.peer, request, lambda _, expired: task.end())
+
+
+@dataclass(slots=True)
+class _Asking:
+    """What a subscriber asks for, and what Redis has answered last."""
+
+    request: ClaimRequest
+    answer: ClaimAnswer | None = None
+
+
+def _places(message: Publish | Subscribe, serves: bool) -> int:
+    """How many subscribers a side serves at once."""
+    if isinstance(message, Publish):
+        return FAN_OUT if message.fan_out is None else message.fan_out
+    return int(serves)
+
+
+def _close_all(segments: tuple[StandingSegment, ...]) -> None:
+    for segment in segments:
+        segment.close()
+
+
+def _slot_late(side: LocalSide) -> Callable[[], EthaError]:
+    return lambda: TransferTimeoutError(
+        f"put of publication {side.publication!r} ended at its deadline before {side.name} had a slot that nobody "
+        f"reads: a rank of {side.name} has not put the version before, or with slots=1 a transfer still reads it",
+        outcome="withdrawn",
+    )
+
+
+def _redis_late(side: LocalSide) -> Callable[[], EthaError]:
+    return lambda: TransferTimeoutError(
+        f"a call of publication {side.publication!r} ended at its deadline before Redis had answered",
+        outcome="withdrawn",
+    )
+
+
+def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
+    return lambda: TransferTimeoutError(
+        f"put of publication {side.publication!r}: version {message.seq} is announced, and fewer than wait="
+        f"{message.count} subscribers held it by the deadline",
+        outcome="withdrawn",
+    )
+
+
+def _claim_late(side: LocalSide, asking: _Asking) -> EthaError:
+    request, answer = asking.request, asking.answer
+    if answer is None:
+        why = "Redis had not answered"
+    elif request.version is not None:
+        why = f"nobody who holds version {json.dumps(request.version)} had a free place"
+    elif answer.seq <= request.newer_than:
+        why = f"version {answer.seq} is the newest that was announced" if answer.seq else "nothing was announced yet"
+    else:
+        why = "all who hold a newer one were busy, or it does not fit"
+    return TransferTimeoutError(
+        f"{side.name} got no version of publication {side.publication!r} newer than {request.newer_than} by its "
+        f"deadline: {why}",
+        outcome="withdrawn",
+    )

@@ -1,0 +1,131 @@
+"""What a side of a publication has: the ranks exchange what they have registered, and each derives the same table."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from etha.agent.protocol.evaluation import describe_side
+from etha.agent.protocol.records import Described, Manifest
+from etha.agent.services.manifests import ManifestCache
+from etha.bus.messages import Publish, Register, Subscribe
+from etha.errors import RegistrationError, Violation
+from etha.plan.layouts import dtypes
+from etha.store.publication_records import WHOLE, PublishedTensor, TensorTable, WaitingRank
+from etha.store.registry import Store
+
+
+@dataclass(slots=True)
+class SideMeeting:
+    """One rank that meets the others of its side. ``missing``: the ranks that have not come yet."""
+
+    publication: str
+    side: str
+    rank: int
+    world: int
+    missing: tuple[int, ...] = ()
+
+    async def table(
+        self, message: Publish | Subscribe, store: Store, manifests: ManifestCache, pid: int
+    ) -> TensorTable:
+        """The table of the whole side, once all ranks have come. RegistrationError with what is wrong on any rank."""
+        self.missing = tuple(rank for rank in range(self.world) if rank != self.rank)
+        mine = await asyncio.to_thread(Manifest.of, _as_register(message), self.rank)
+        digest = await manifests.publish(mine, timeout=math.inf)
+        if self.world == 1:
+            found = {self.rank: mine}
+        else:
+            entry = WaitingRank(world=self.world, launch=message.launch or "", manifest=digest, pid=pid)
+            found = await self._meet(entry, store, manifests)
+        return await asyncio.to_thread(_table, self.publication, self.side, found)
+
+    async def _meet(self, entry: WaitingRank, store: Store, manifests: ManifestCache) -> dict[int, Manifest]:
+        key = store.keys.publication_ranks(self.publication, self.side)
+        async with store.changes(key) as changed:
+            await store.publications.meet(self.publication, self.side, self.rank, entry, timeout=math.inf)
+            while True:
+                there = await store.publications.waiting(self.publication, self.side, timeout=math.inf)
+                same = {
+                    rank: one for rank, one in there.items() if (one.world, one.launch) == (entry.world, entry.launch)
+                }
+                self.missing = tuple(rank for rank in range(self.world) if rank not in same)
+                if not self.missing:
+                    break
+                await changed()
+        known = await manifests.fetch({one.manifest for one in same.values()})
+        return {rank: known[one.manifest] for rank, one in same.items()}
+
+
+def misfits(table: TensorTable, description: TensorTable, subscriber: str, publisher: str) -> list[Violation]:
+    """Why a subscriber's tensors cannot be received from what is published."""
+    found = []
+    for name in sorted(description.tensors.keys() - table.tensors.keys()):
+        text = f"{publisher} publishes it, {subscriber} does not have it: subscribe with a tensor of this name"
+        found.append(Violation(code="missing_name", name=name, side=subscriber, rank=None, text=text))
+    for name, mine in sorted(table.tensors.items()):
+        theirs = description.tensors.get(name)
+        if theirs is None:
+            text = f"{subscriber} has it, {publisher} does not publish it"
+            found.append(Violation(code="unknown_name", name=name, side=subscriber, rank=None, text=text))
+        elif theirs.shape != mine.shape:
+            text = f"shape {mine.shape} on {subscriber} and {theirs.shape} on {publisher}"
+            found.append(Violation(code="shape_mismatch", name=name, side=subscriber, rank=None, text=text))
+    return found
+
+
+def _as_register(message: Publish | Subscribe) -> Register:
+    """What a rank has registered, in the form in which batches keep it."""
+    return Register(
+        batch="publication",
+        epoch=0,
+        form="map",
+        pairs=(message.publication,),
+        layouts=message.layouts,
+        entries=message.entries,
+        refusals=message.refusals,
+        direction=None,
+        bucket_size=None,
+        atomic=False,
+        verify=None,
+        seq=0,
+    )
+
+
+def _table(publication: str, side: str, manifests: Mapping[int, Manifest]) -> TensorTable:
+    """The table of a side from what each rank has registered."""
+    wrong = [
+        Violation(code=one.code, name=one.name, side=side, rank=rank, text=one.text)
+        for rank, manifest in sorted(manifests.items())
+        for one in manifest.refusals
+    ]
+    specs, more = describe_side(side, manifests)
+    wrong += more
+    if not wrong and not specs:
+        wrong.append(Violation(code="missing_name", name="", side=side, rank=None, text="no rank has any tensor"))
+    if wrong:
+        listed = "\n  ".join(map(str, wrong[:20]))
+        raise RegistrationError(f"publication {publication!r}: {side} cannot enter it:\n  {listed}", violations=wrong)
+    parts: dict[str, list[tuple[int, str, Described]]] = {}
+    for rank, manifest in sorted(manifests.items()):
+        for name, one in manifest.tensors.items():
+            parts.setdefault(one.of or name, []).append((rank, name, one))
+    return TensorTable(
+        {
+            name: PublishedTensor(
+                dtype=dtypes.name_of(specs[name].dtype), shape=tuple(specs[name].shape), covers=_covers(found)
+            )
+            for name, found in parts.items()
+        }
+    )
+
+
+def _covers(found: list[tuple[int, str, Described]]) -> str:
+    """Which part of a tensor the side's ranks have together: "*", or a digest of their regions."""
+    if all(one.layout.kept is None and one.of is None for _, _, one in found):
+        return WHOLE
+    text = json.dumps([(rank, name, one.layout.digest()) for rank, name, one in found])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -1,0 +1,353 @@
+"""A publisher's rank: versions are copied into slots, which agents send to subscribers without this process.
+
+    publish: slots (memory that the agent holds itself) --> all ranks of the publisher have come
+    put:     a slot that nobody reads --> copy the tensors --> announced once all ranks have copied
+
+No subscriber is waited for, except with ``wait=`` and with ``slots=1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from etha.bus.messages import (
+    BeginPut,
+    ClosePublication,
+    Entry,
+    FinishPut,
+    GetSubscribers,
+    Publish,
+    Published,
+    SlotGiven,
+    Subscribers,
+    WaitHeld,
+)
+from etha.client.active_calls import ActiveCalls
+from etha.client.arguments.checks import check_timeout, check_version, shown
+from etha.client.arguments.world import RankInfo
+from etha.client.connection import AgentConnection
+from etha.client.manifest import Item, TensorManifest
+from etha.client.memory.base import Fingerprint, fingerprint, memory_of, moved
+from etha.client.one_process import OfOneProcess
+from etha.client.results import Version
+from etha.client.tasks import Deadline, Shield
+from etha.errors import AgentLostError, ConfigError, RegistrationError
+from etha.memory import shared
+from etha.memory.handles import TensorHandle, describe
+from etha.memory.room import check_room
+from etha.plan import Layout
+
+#: Most slots of a publication.
+MAX_SLOTS = 16
+#: Below this many bytes a copy on the loop is faster than handing it to a thread.
+_SMALL = 1 << 18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedVersion:
+    """A version as its publisher put it: ``seq`` counts the versions of a publication, ``version`` is its label."""
+
+    seq: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriberState:
+    """A subscriber as Redis knows it.
+
+    ``seq`` and ``version`` are those that it holds (0 and None: none yet). ``lag`` is how many newer versions there
+    are, ``lag_seconds`` for how long there has been one. ``source``: who sends to it now, or has sent last.
+    ``state``: "waiting", "receiving", "holding". ``error``: why its last hop failed; "" if it did not.
+    """
+
+    name: str
+    ranks: int
+    seq: int
+    version: Version
+    lag: int
+    lag_seconds: float
+    source: str
+    state: Literal["waiting", "receiving", "holding"]
+    error: str
+
+
+class Slots:
+    """Memory for ``count`` copies of a rank's tensors, one segment each, which the agent maps and keeps."""
+
+    def __init__(self, items: tuple[Item, ...], count: int, what: str) -> None:
+        """Allocate and touch it: blocking. ConfigError if it does not fit."""
+        own = [item for item in items if item.tied is None and item.local.numel()]
+        sizes = [item.local.numel() * item.local.itemsize for item in own]
+        check_room(count * sum(sizes), what)
+        #: For each slot the copy of each item. Items that share memory share their copy.
+        self.tensors: list[list[torch.Tensor]] = []
+        for _ in range(count):
+            storages = dict(zip((item.name for item in own), shared.storages(sizes), strict=True))
+            made = []
+            for item in items:
+                local, name = item.local, item.tied or item.name
+                if not local.numel():
+                    made.append(torch.empty(tuple(local.shape), dtype=local.dtype))
+                    continue
+                strides = torch.empty(tuple(local.shape), device="meta").stride()
+                made.append(shared.strided(storages[name], tuple(local.shape), strides, local.dtype))
+            self.tensors.append(made)
+        self._copied = [i for i, item in enumerate(items) if item.tied is None and item.local.numel()]
+        self.nbytes = sum(sizes)
+
+    def handles(self, slot: int) -> tuple[TensorHandle, ...]:
+        """Where the tensors of a slot lie."""
+        return tuple(describe(tensor) for tensor in self.tensors[slot])
+
+    def copy(self, slot: int, locals_: list[torch.Tensor]) -> None:
+        """Copy the live tensors into a slot. Any thread."""
+        for i in self._copied:
+            self.tensors[slot][i].copy_(locals_[i])
+
+
+async def give_segments(connection: AgentConnection, handles: tuple[TensorHandle, ...], timeout: float) -> None:
+    """Let the agent hold the segments that the handles name, so that they outlive this process."""
+    for name in dict.fromkeys(handle.segment for handle in handles if handle.segment is not None):
+        header, descriptors = connection.home.show(name)
+        await connection.link.send_descriptors({**header, "standing": True}, descriptors, timeout=timeout)
+
+
+def entries_of(manifest: TensorManifest, handles: Sequence[TensorHandle]) -> tuple[tuple[Entry, ...], tuple[Any, ...]]:
+    """(entries, layouts) of what a rank has registered and of where it lies."""
+    layouts: dict[Layout, int] = {}
+    entries = tuple(
+        Entry(
+            name=item.name,
+            pair=0,
+            layout=layouts.setdefault(item.layout, len(layouts)),
+            shape=item.shape,
+            handle=handle,
+            of=item.of,
+            tied=item.tied,
+        )
+        for item, handle in zip(manifest.items, handles, strict=True)
+    )
+    return entries, tuple(layout.to_plain() for layout in layouts)
+
+
+class Unmoved:
+    """Finds out whether registered tensors still lie where they did."""
+
+    def __init__(self, manifest: TensorManifest, what: str) -> None:
+        self._items, self._what = manifest.items, what
+        self._fingerprints: tuple[Fingerprint, ...] = tuple(fingerprint(memory_of(item.owner)) for item in self._items)
+
+    def check(self) -> None:
+        """RegistrationError that names every tensor whose memory, shape, stride or dtype has changed."""
+        changed = moved([memory_of(item.owner) for item in self._items], self._fingerprints)
+        if changed:
+            names = ", ".join(repr(self._items[i].name) for i in changed[:10])
+            raise RegistrationError(
+                f"{self._what}: memory, shape, stride or dtype of {len(changed)} of its tensors has changed: {names}; "
+                f"close it and register the tensors again"
+            )
+
+
+class AsyncPublication(OfOneProcess):
+    """What ``AsyncTensorBusClient.publish`` returns. ``async with`` closes it."""
+
+    def __init__(
+        self,
+        *,
+        connection: AgentConnection,
+        calls: ActiveCalls,
+        name: str,
+        publisher: str,
+        place: RankInfo,
+        manifest: TensorManifest,
+        timeout: float,
+        check_usable: Callable[[], None],
+    ) -> None:
+        """Not for users."""
+        self.name, self.publisher = name, publisher
+        self._connection, self._calls, self._place = connection, calls, place
+        self._manifest, self._timeout, self._check_usable = manifest, timeout, check_usable
+        self._unmoved = Unmoved(manifest, self._what)
+        self._slots: Slots | None = None
+        self._turn = asyncio.Lock()
+        self._number, self._failed = 0, False
+        self._newest = PublishedVersion(seq=0, version=None)
+        self._open = True
+
+    @property
+    def _what(self) -> str:
+        return f"publication {self.name!r} of {self.publisher}"
+
+    @property
+    def version(self) -> Version:
+        """The label of the version that this rank has put last; None before the first."""
+        return self._newest.version
+
+    @property
+    def seq(self) -> int:
+        """The number of the version that this rank has put last; that of an earlier launch before the first."""
+        return self._newest.seq
+
+    async def open(self, slots: int, fan_out: int | None, deadline: Deadline) -> None:
+        """Not for users. Make the slots and wait until all ranks have come."""
+        connection, items = self._connection, self._manifest.items
+        self._slots = await asyncio.to_thread(Slots, items, slots, f"{slots} slots of {self._what}")
+        handles = tuple(self._slots.handles(slot) for slot in range(slots))
+        for one in handles:
+            await give_segments(connection, one, deadline.left)
+        entries, layouts = entries_of(self._manifest, handles[0])
+        message = Publish(
+            publication=self.name,
+            publisher=self.publisher,
+            world_size=self._place.world_size,
+            rank=self._place.rank,
+            launch=self._place.launch,
+            layouts=layouts,
+            entries=entries,
+            refusals=tuple(one for one in self._manifest.refusals if not one.target_only),
+            slots=handles,
+            fan_out=fan_out,
+        )
+        published = await connection.link.request(message, timeout=deadline.left)
+        assert isinstance(published, Published)
+        self._newest = PublishedVersion(seq=published.seq, version=None)
+
+    async def put(
+        self, version: Version = None, *, wait: int = 0, grace: float = 5.0, timeout: float | None = None
+    ) -> PublishedVersion:
+        """Set the tensors aside as the next version. Collective over the publisher's ranks, in the same order on all.
+
+        Returns once this rank's tensors are copied, so that they may change. The version is announced when all ranks
+        have copied theirs. ``version``: its label, equal on all ranks. ``wait``: until so many subscribers hold it, or
+        a newer one.
+
+        With two or more slots it neither waits for a transfer nor ends one. With ``slots=1`` it waits at most ``grace``
+        seconds for transfers of the slot, then ends these; their subscribers go on with this version.
+
+        Raises RegistrationError if a tensor has moved, TransferTimeoutError if fewer than ``wait`` hold it by the
+        deadline, RedisUnavailableError, AgentLostError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        check_version(version)
+        _check_count("wait", wait, least=0)
+        check_timeout(grace, "grace")
+        self._check()
+        link = self._connection.link
+        with self._calls.begin(f"put of {self.name!r}"), self._lost():
+            async with self._turn:
+                self._unmoved.check()
+                self._check_whole()
+                number = self._number + 1
+                # A rank that fails cannot tell the others, and would put the next version under this one's number.
+                self._failed = self._place.world_size > 1
+                begin = BeginPut(publication=self.name, number=number, grace=grace)
+                found = await link.request(begin, timeout=deadline.left)
+                assert isinstance(found, SlotGiven)
+                await self._copy(found.slot)
+                finish = FinishPut(publication=self.name, number=number, version=version)
+                await link.request(finish, timeout=deadline.left)
+                self._number, self._failed = number, False
+                self._newest = put = PublishedVersion(seq=found.seq, version=version)
+            if wait:
+                held = WaitHeld(publication=self.name, seq=put.seq, count=wait)
+                await link.request(held, timeout=deadline.left)
+        return put
+
+    async def subscribers(self, *, timeout: float | None = None) -> list[SubscriberState]:
+        """Who follows this publication, by name."""
+        seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        self._check()
+        with self._calls.begin(f"subscribers of {self.name!r}"), self._lost():
+            found = await self._connection.link.request(GetSubscribers(publication=self.name), timeout=seconds)
+        assert isinstance(found, Subscribers)
+        return [SubscriberState(**one) for one in found.subscribers]
+
+    async def close(self) -> None:
+        """End this rank's part. Subscribers keep what they hold, and may go on feeding each other. Idempotent.
+
+        A later launch of the publisher goes on with the next ``seq``.
+        """
+        if not self._open:
+            return
+        self._open = False
+        try:
+            if not self._connection.lost:
+                try:
+                    await self._connection.link.request(ClosePublication(publication=self.name), timeout=self._timeout)
+                except AgentLostError:
+                    if not self._connection.lost:
+                        raise
+        finally:
+            self._slots = None
+
+    async def __aenter__(self) -> AsyncPublication:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # ---- inside -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        self._check_usable()
+        if not self._open:
+            raise ConfigError(f"{self._what} is closed: call publish again")
+        if self._connection.lost:
+            raise AgentLostError(f"the agent with which {self._what} was made is gone: call publish again")
+
+    def _check_whole(self) -> None:
+        if self._failed:
+            raise ConfigError(
+                f"{self._what}: a put of this rank has failed, so the ranks may not be at the same version any more: "
+                f"close it and call publish again on all ranks"
+            )
+
+    def _lost(self) -> Lost:
+        return Lost(self._connection, "call publish again")
+
+    async def _copy(self, slot: int) -> None:
+        slots, locals_ = self._slots, [item.local for item in self._manifest.items]
+        assert slots is not None
+        if slots.nbytes < _SMALL:
+            slots.copy(slot, locals_)
+            return
+        shield = Shield()
+        await shield.in_thread(lambda: slots.copy(slot, locals_))
+        shield.release()
+
+
+class Lost:
+    """Enter while a call asks the agent: if the agent is lost, the error says what to call again."""
+
+    def __init__(self, connection: AgentConnection, again: str) -> None:
+        self._connection, self._again = connection, again
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, AgentLostError) and self._connection.link.agent_lost:
+            raise AgentLostError(f"{error.message}; {self._again}", **error.data()) from error.__cause__
+
+
+def check_slots(slots: Any) -> int:
+    """``slots`` itself; ConfigError for anything but a number from 1 to 16."""
+    return _check_count("slots", slots, least=1, most=MAX_SLOTS)
+
+
+def check_fan_out(fan_out: Any) -> int | None:
+    """``fan_out`` itself; ConfigError for anything but None or a number above 0."""
+    return None if fan_out is None else _check_count("fan_out", fan_out, least=1)
+
+
+def _check_count(what: str, value: Any, *, least: int, most: float = math.inf) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        limits = f"{least} to {most}" if most < math.inf else f"at least {least}"
+        raise ConfigError(f"{what}={shown(value)} must be a whole number, {limits}")
+    return value

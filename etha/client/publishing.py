@@ -1,0 +1,144 @@
+"""Publication and Subscription of the blocking client: facades over those of the async one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+from etha.client.loop_thread import in_own_thread
+from etha.client.one_process import OfOneProcess
+from etha.client.publication import AsyncPublication, PublishedVersion, SubscriberState
+from etha.client.results import OnCommit, OnProgress, Version
+from etha.client.subscription import AsyncSubscription, Update
+from etha.errors import EthaError
+
+#: Runs a coroutine on the clients' loop thread and waits for it.
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class Publication(OfOneProcess):
+    """What ``TensorBusClient.publish`` returns; ``with`` closes it. See ``AsyncPublication``."""
+
+    def __init__(self, inner: AsyncPublication, run: Run, run_closing: Run) -> None:
+        """Not for users."""
+        self._inner, self._run, self._run_closing = inner, run, run_closing
+
+    @property
+    def name(self) -> str:
+        """The publication's name."""
+        return self._inner.name
+
+    @property
+    def version(self) -> Version:
+        """The label of the version that this rank has put last; None before the first."""
+        return self._inner.version
+
+    @property
+    def seq(self) -> int:
+        """The number of the version that this rank has put last; that of an earlier launch before the first."""
+        return self._inner.seq
+
+    def put(
+        self, version: Version = None, *, wait: int = 0, grace: float = 5.0, timeout: float | None = None
+    ) -> PublishedVersion:
+        """Set the tensors aside as the next version; see ``AsyncPublication.put``."""
+        put: PublishedVersion = self._run(self._inner.put(version, wait=wait, grace=grace, timeout=timeout))
+        return put
+
+    def subscribers(self, *, timeout: float | None = None) -> list[SubscriberState]:
+        """Who follows this publication, by name."""
+        found: list[SubscriberState] = self._run(self._inner.subscribers(timeout=timeout))
+        return found
+
+    def close(self) -> None:
+        """End this rank's part. Subscribers keep what they hold. Idempotent."""
+        self._run_closing(self._inner.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Subscription(OfOneProcess):
+    """What ``TensorBusClient.subscribe`` returns; ``with`` closes it, ``for`` yields new versions.
+
+    See ``AsyncSubscription``.
+    """
+
+    def __init__(self, inner: AsyncSubscription, run: Run, run_closing: Run) -> None:
+        """Not for users."""
+        self._inner, self._run, self._run_closing = inner, run, run_closing
+
+    @property
+    def name(self) -> str:
+        """The publication's name."""
+        return self._inner.name
+
+    @property
+    def subscriber(self) -> str:
+        """This subscriber's name."""
+        return self._inner.subscriber
+
+    @property
+    def version(self) -> Version:
+        """The label of the version that the tensors hold; None if they hold none, or one without a label."""
+        return self._inner.version
+
+    @property
+    def seq(self) -> int:
+        """The number of the version that the tensors hold whole; 0 if they hold none."""
+        return self._inner.seq
+
+    @property
+    def lag(self) -> int:
+        """How many versions newer than that of the tensors have been announced, as far as this worker has heard."""
+        return self._inner.lag
+
+    def next(
+        self,
+        *,
+        newer_than: int | None = None,
+        version: Version = None,
+        on_commit: OnCommit | None = None,
+        progress: OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> Update:
+        """Receive the newest version, once there is one that the tensors do not hold; see ``AsyncSubscription.next``.
+
+        A plain ``on_commit`` runs on a thread of its own.
+        """
+        if callable(on_commit):  # anything else is refused below
+            on_commit = in_own_thread(on_commit)
+        update: Update = self._run(
+            self._inner.next(
+                newer_than=newer_than, version=version, on_commit=on_commit, progress=progress, timeout=timeout
+            )
+        )
+        return update
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Update:
+        """The next version, however long it takes. Ends when the subscription is closed."""
+        if not self._inner.is_open:
+            raise StopIteration
+        try:
+            return self.next(timeout=math.inf)
+        except EthaError:
+            if not self._inner.is_open:
+                raise StopIteration from None
+            raise
+
+    def close(self) -> None:
+        """Follow the publication no more. The tensors keep what they hold. Idempotent."""
+        self._run_closing(self._inner.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Publications: one publisher, subscribers that come and go."""

@@ -1,0 +1,179 @@
+"""A fleet in the test's own process: a publisher and subscribers, one async client a rank, and what each must hold.
+
+async with Fleet(site, "policy", shapes) as fleet:
+    trainer = await fleet.publish(Cut(world=2, dims={"w": 0}))
+    replica = await fleet.subscribe("a", Cut(world=3, dims={"w": 1}), atomic=True)
+    await trainer.put(1)
+    update = await replica.next()
+    replica.check(1)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+import etha
+from tests.flow.sites import Site
+from tests.flow.truth import cut, whole
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a side has the tensors: for each the dim that is cut over its ranks (None: each has all), and the dtype."""
+
+    world: int = 1
+    dims: Mapping[str, int | None] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def placements(self, shapes: Shapes) -> dict[str, Any]:
+        """As the client wants them."""
+        dims = {name: self.dims.get(name) for name in shapes}
+        return {name: [Replicate() if dim is None else Shard(dim)] for name, dim in dims.items()}
+
+    def held(self, shapes: Shapes, version: int, rank: int, source: Cut | None = None) -> dict[str, torch.Tensor]:
+        """What ``rank`` holds of a version that ``source`` has published."""
+        found = {}
+        for name, shape in shapes.items():
+            full = whole(shape, version, (source or self).dtype(name)).to(self.dtype(name))
+            dim = self.dims.get(name)
+            found[name] = full.clone() if dim is None else cut(full, dim, self.world, rank)
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        """That of a tensor."""
+        return self.dtypes.get(name, torch.float32)
+
+
+class Fleet:
+    """``where(side, rank)``: the place of a rank; by default as the site's way says."""
+
+    def __init__(
+        self, site: Site, name: str, shapes: Shapes, *, where: Callable[[str, int], str] | None = None
+    ) -> None:
+        self.site, self.name, self.shapes = site, name, shapes
+        self._where = where or site.way.place
+        self._stack = contextlib.AsyncExitStack()
+        self.cut: Cut | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._stack.aclose()
+
+    async def publish(self, cut_: Cut, publisher: str = "trainer", **options: Any) -> Publisher:
+        """All ranks of a publisher."""
+        self.cut = cut_
+        clients = await self._clients(publisher, cut_.world)
+        tensors = [cut_.held(self.shapes, 0, rank) for rank in range(cut_.world)]
+        made = await asyncio.gather(
+            *(
+                client.publish(self.name, held, publisher=publisher, **self._options(cut_, rank), **options)
+                for rank, (client, held) in enumerate(zip(clients, tensors, strict=True))
+            )
+        )
+        return Publisher(self, cut_, clients, tensors, list(made))
+
+    async def subscribe(self, subscriber: str, cut_: Cut, *, mapped: bool = False, **options: Any) -> Replica:
+        """All ranks of a subscriber. ``mapped``: its tensors are of ``etha.empty``."""
+        clients = await self._clients(subscriber, cut_.world)
+        tensors = [cut_.held(self.shapes, 0, rank) for rank in range(cut_.world)]
+        for held in tensors:
+            for name, tensor in held.items():
+                tensor.fill_(77)
+                if mapped:
+                    held[name] = etha.empty(tuple(tensor.shape), dtype=tensor.dtype).fill_(77)
+        made = await asyncio.gather(
+            *(
+                client.subscribe(self.name, held, subscriber=subscriber, **self._options(cut_, rank), **options)
+                for rank, (client, held) in enumerate(zip(clients, tensors, strict=True))
+            )
+        )
+        return Replica(self, cut_, clients, tensors, list(made))
+
+    def _options(self, cut_: Cut, rank: int) -> dict[str, Any]:
+        placements = cut_.placements(self.shapes)
+        return {
+            "expected_world_size": cut_.world,
+            "rank": rank,
+            "device_mesh": (cut_.world,),
+            "placements": placements,
+            "shapes": dict(self.shapes),
+        }
+
+    async def _clients(self, side: str, world: int) -> list[etha.AsyncTensorBusClient]:
+        found = [self.site.client(side, rank, place=self._where(side, rank), timeout=60.0) for rank in range(world)]
+        for client in found:
+            await self._stack.enter_async_context(client)
+        # Starting an agent takes long on a busy machine; the deadlines of a test are for what comes after.
+        await asyncio.gather(*(client.status(timeout=60) for client in found))
+        return found
+
+
+@dataclass
+class Publisher:
+    """All ranks of a publisher."""
+
+    fleet: Fleet
+    cut: Cut
+    clients: list[etha.AsyncTensorBusClient]
+    tensors: list[dict[str, torch.Tensor]]
+    publications: list[etha.AsyncPublication]
+
+    async def put(self, version: int, **options: Any) -> etha.PublishedVersion:
+        """Put the tensors of ``version`` on all ranks, and overwrite them as soon as that is allowed."""
+
+        async def one(rank: int) -> etha.PublishedVersion:
+            for name, tensor in self.cut.held(self.fleet.shapes, version, rank).items():
+                self.tensors[rank][name].copy_(tensor)
+            found = await self.publications[rank].put(version, **options)
+            for tensor in self.tensors[rank].values():
+                tensor.fill_(99)
+            return found
+
+        found = await asyncio.gather(*map(one, range(self.cut.world)))
+        assert len(set(found)) == 1, found
+        return found[0]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self.publications))
+
+
+@dataclass
+class Replica:
+    """All ranks of a subscriber."""
+
+    fleet: Fleet
+    cut: Cut
+    clients: list[etha.AsyncTensorBusClient]
+    tensors: list[dict[str, torch.Tensor]]
+    subscriptions: list[etha.AsyncSubscription]
+
+    async def next(self, **options: Any) -> etha.Update:
+        """``next`` on all ranks: they get the same version, and hold it."""
+        found = await asyncio.gather(*(one.next(**options) for one in self.subscriptions))
+        assert len({(update.seq, update.version, update.source) for update in found}) == 1, found
+        assert {(one.seq, one.version) for one in self.subscriptions} == {(found[0].seq, found[0].version)}
+        version = found[0].version
+        assert isinstance(version, int)
+        self.check(version)
+        return found[0]
+
+    def check(self, version: int) -> None:
+        """Every rank holds exactly what the publisher has put as ``version``."""
+        for rank, held in enumerate(self.tensors):
+            expected = self.cut.held(self.fleet.shapes, version, rank, self.fleet.cut)
+            for name, tensor in held.items():
+                assert torch.equal(tensor, expected[name]), f"rank {rank}, {name}, version {version}"
+
+    async def close(self) -> None:
+        await asyncio.gather(*(one.close() for one in self.subscriptions))
