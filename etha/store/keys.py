@@ -290,8 +290,8 @@ TABLE: tuple[KeyKind, ...] = (
             "description": "digest of the publisher's tensors",
             "publisher": "side that has published last",
             "launch": "its launch",
-            "serial": "last number given to a launch or a claim; begins with the time in ms, so that a Redis that has "
-            "lost its data gives no number again",
+            "serial": "last number given to a launch or a claim: the time in ms, or one more than the last, so that a "
+            "Redis that has lost its data gives no number again",
             "order": "last number given in the queue",
             "holder": "the publisher as a holder, empty since it has left",
             "orphans": "JSON list of holders whose publisher has ended, and which keep its newest version until "

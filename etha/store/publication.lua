@@ -1,7 +1,7 @@
 -- Stands in front of claim.lua and publication_*.lua. KEYS[1] is the publication; its other keys are KEYS[1]:PART.
--- A script loads what it needs, changes it here, and writes it
--- back in finish(). Holders are named SIDE/SERIAL, slots count from 0 outside
--- and from 1 in lists.
+-- The rule is that of etha/agent/protocol/sources.py; a test plays both against each other. A script loads what it needs,
+-- changes it here, and writes it back in finish(). Holders are named SIDE/SERIAL. Slots count from 0 outside and from 1 in
+-- lists.
 local key = KEYS[1]
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
@@ -18,8 +18,9 @@ local function table_key(digest) return key .. ':table:' .. digest end
 local function int(value) return string.format('%d', value) end
 local function list_text(value) if #value == 0 then return '[]' end return json(value) end
 local function wake(side, what) changed(side_key(side), what) end
+-- Launches and claims are numbered by the clock, so that a Redis that has lost its data gives no number again.
 local function next_serial()
-  serial = math.max(serial + 1, serial == 0 and now or 0)
+  serial = math.max(serial + 1, now)
   return serial
 end
 local function remove(list, value)
@@ -429,6 +430,31 @@ local function ranks_of(S, at)
     end
   end
   return found, count
+end
+
+-- The holder of a side whose ranks are all there.
+local function add_holder(side, S, ranks)
+  local id = side .. '/' .. S.serial
+  local agents, hosts, known = {}, {}, {}
+  for rank = 0, number(S.world) - 1 do
+    local m = ranks[rank]
+    if not known['a' .. m.agent] then known['a' .. m.agent], agents[#agents + 1] = true, m.agent end
+    if not known['h' .. m.host] then known['h' .. m.host], hosts[#hosts + 1] = true, m.host end
+  end
+  local h = holder(id)
+  if h then
+    h.agents, h.hosts = agents, hosts
+  elseif number(S.places) > 0 then
+    local slots = {}
+    for i = 1, number(S.slots) do slots[i] = {seq = 0, version = '', description = '', used = 0, children = {}} end
+    h = {side = side, serial = number(S.serial), launch = S.launch, world = number(S.world), digest = S.digest,
+      zone = S.zone, hosts = hosts, agents = agents, publisher = S.role == 'publisher', orphan = false,
+      places = number(S.places), used = 0, copies = number(S.copies), slots = slots}
+    holders[id] = h
+  end
+  if h then index(id) end
+  if S.role == 'publisher' then P.holder = id end
+  return h
 end
 
 local function retired_text(side, launch)

@@ -133,27 +133,9 @@ end
 ranks[rank] = me
 local complete = count >= req.world
 if complete then
-  local id = side .. '/' .. S.serial
-  local agents, hosts, known = {}, {}, {}
-  for r = 0, req.world - 1 do
-    local m = ranks[r]
-    if not known['a' .. m.agent] then known['a' .. m.agent], agents[#agents + 1] = true, m.agent end
-    if not known['h' .. m.host] then known['h' .. m.host], hosts[#hosts + 1] = true, m.host end
-  end
-  local h = holder(id)
-  if h then
-    h.agents, h.hosts = agents, hosts
-  elseif req.places > 0 then
-    local slots = {}
-    for i = 1, req.slots do slots[i] = {seq = 0, version = '', description = '', used = 0, children = {}} end
-    h = {side = side, serial = number(S.serial), launch = S.launch, world = req.world, digest = req.digest, zone = req.zone,
-      hosts = hosts, agents = agents, publisher = req.role == 'publisher', orphan = false, places = req.places, used = 0,
-      copies = number(S.copies), slots = slots}
-    holders[id] = h
-  end
-  if h then index(id) end
+  add_holder(side, S, ranks)
   if req.role == 'publisher' then
-    P.publisher, P.launch, P.state, P.holder, P.description = side, S.launch, 'open', id, req.digest
+    P.publisher, P.launch, P.state, P.description = side, S.launch, 'open', req.digest
     changed(key, 'open')
   end
   wake(side, 'complete')

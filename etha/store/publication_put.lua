@@ -30,10 +30,10 @@ if req.act == 'hold' then
 end
 
 if S.role ~= 'publisher' then return refuse('config', where .. ' does not publish') end
-local _, count = ranks_of(S, side_key(req.side))
-if not h or count < number(S.world) then
-  return refuse('protocol', where .. ': not all ranks have entered')
-end
+local ranks, count = ranks_of(S, side_key(req.side))
+if count < number(S.world) then return refuse('protocol', where .. ': not all ranks have entered') end
+-- It was dropped while its agent did not answer. What its slots hold is put back by that agent.
+h = h or add_holder(req.side, S, ranks)
 local put = S.put ~= '' and object(S.put) or nil
 local function save() redis.call('HSET', side_key(req.side), 'put', put and json(put) or '') end
 
@@ -45,17 +45,11 @@ if req.act == 'prepare' then
   end
   if not put then
     if req.put <= number(S.puts) then return refuse('protocol', where .. ': put ' .. int(req.put) .. ' is over') end
-    -- The oldest slot that nobody reads, and never the newest version if there is another.
-    local newest, best = 0, nil
-    for _, s in ipairs(h.slots) do newest = math.max(newest, s.seq) end
+    -- The oldest slot of those that nobody reads. So the newest version is overwritten only if all others are read.
+    local best
     for i, s in ipairs(h.slots) do
-      if #h.slots == 1 or s.seq == 0 or s.seq < newest then
-        local b = best and h.slots[best]
-        if not b or (s.used == 0) ~= (b.used == 0) and s.used == 0
-            or (s.used == 0) == (b.used == 0) and s.seq < b.seq then
-          best = i
-        end
-      end
+      local b = best and h.slots[best]
+      if not b or (s.used == 0 and b.used > 0) or ((s.used == 0) == (b.used == 0) and s.seq < b.seq) then best = i end
     end
     put = {put = req.put, seq = number(P.seq) + 1, slot = best - 1, labels = {}}
     if h.slots[best].seq > 0 then clear(id, h.slots[best]) end

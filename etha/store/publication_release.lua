@@ -30,8 +30,9 @@ end
 local claim = end_claim(int(req.number), req.committed)
 local S = current_side(req.subscriber, req.serial)
 local id = req.subscriber .. '/' .. int(req.serial)
--- A later question of the same subscriber is about a buffer that has been written since.
-if S and number(S.call) == req.call then
+-- A later question of the same subscriber is about a buffer that has been written since. A Redis that has lost its data
+-- knows of no question.
+if S and number(S.call) <= req.call then
   local own = holder(id)
   local function hold(held, from)
     redis.call('HSET', side_key(req.subscriber), 'held', int(held.seq), 'version', held.version)
@@ -69,7 +70,7 @@ if S and number(S.call) == req.call then
     event('hop_failed', 'publication', req.publication, 'subscriber', req.subscriber, 'source', req.source, 'seq',
       int(req.seq), 'text', req.error)
   end
-  redis.call('HSET', side_key(req.subscriber), 'over', int(req.call))
+  redis.call('HSET', side_key(req.subscriber), 'call', int(req.call), 'over', int(req.call))
   keep(side_key(req.subscriber))
   wake(req.subscriber, 'released')
 end

@@ -1,0 +1,74 @@
+"""Every order of events in small publications, by the rule that the scripts in Redis apply."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etha.agent.protocol import sources
+from etha.agent.protocol.sources import Sources
+from tests.unit.agent.protocol.source_walking import Budget, walk, world
+
+#: What happens, and how many states that gives. A change of the numbers is a change of the rule.
+WORLDS: dict[str, tuple[Budget, dict[str, Any], int]] = {
+    "all that may go wrong once": (Budget(), {}, 11_436),
+    "the publisher gives one copy": (Budget(lapses=0, deaths=0), {"copies": 1}, 234),
+    "one slot": (Budget(lapses=0), {"slots": 1}, 1062),
+    "one that does not serve": (Budget(deaths=0), {"serves": (0, 1)}, 1415),
+    "publishers die and come again": (Budget(publishers=2, lapses=0, failures=0, deaths=0), {}, 1450),
+    "publishers die that give one copy": (Budget(publishers=1, lapses=0, deaths=0), {"copies": 1}, 1300),
+    "an agent falls silent": (Budget(silences=1, lapses=0, deaths=0), {}, 886),
+    "two places": (Budget(puts=3, lapses=0, deaths=0), {"places": 2}, 1188),
+    "three slots": (Budget(puts=3, lapses=0, failures=0, deaths=0), {"slots": 3, "places": 2}, 511),
+    "three subscribers": (Budget(lapses=0, failures=0, deaths=0), {"subscribers": 3}, 1966),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_order_of_events_breaks_what_always_holds(name: str) -> None:
+    budget, options, states = WORLDS[name]
+    assert walk(world(budget, **options)) == states
+
+
+def found(name: str, match: str) -> None:
+    """The walk of world ``name`` finds what is wrong with the rule."""
+    budget, options, _ = WORLDS[name]
+    with pytest.raises(AssertionError, match=match):
+        walk(world(budget, **options))
+
+
+def test_the_walk_finds_a_place_that_leaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lapse(self: Sources) -> None:
+        for number in sorted(self.expired):
+            del self.hops[number]
+        self.expired.clear()
+
+    monkeypatch.setattr(Sources, "_lapse", lapse)
+    found("all that may go wrong once", "counts 1 readers and has 0")
+
+
+def test_the_walk_finds_a_holder_that_serves_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sources, "_serve_on", lambda self, name: None)
+    found("three subscribers", "does not serve any more|waits for more than")
+
+
+def test_the_walk_finds_a_put_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.Holder, "claimable", lambda self: [slot.seq > 0 for slot in self.slots])
+    found("two places", "a put waits for readers|all 2 slots")
+
+
+def test_the_walk_finds_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits = Sources.fits
+    monkeypatch.setattr(
+        Sources, "fits", lambda self, ask, *at: fits(self, replace(ask, newer_than=max(0, ask.newer_than - 1)), *at)
+    )
+    monkeypatch.setattr(sources.Holder, "offer", lambda self: self.newest + 1 if self.used < self.places else 0)
+    found("two places", "asked for more than 1 and is given 1|hops go on for ever")
+
+
+def test_the_walk_finds_a_subscriber_that_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The publisher has given its copies, and those who have them have ended."""
+    monkeypatch.setattr(Sources, "enough", lambda self, ask, one, slot: one.publisher and self.seq > 0)
+    found("the publisher gives one copy", "waits for more than")
