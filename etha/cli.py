@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from etha.commands import agents, demo, doctor, events, logs, plans, traces
+from etha.commands import agents, demo, doctor, events, logs, plans, publications, traces
 from etha.commands.terminal import err
 from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
@@ -85,6 +85,7 @@ COMMANDS = (
     agents.agent,
     agents.status,
     agents.stop,
+    publications.publications,
     events.events,
     logs.logs,
     traces.trace,

@@ -36,6 +36,8 @@ def whole(reports: list[dict[str, Any]]) -> dict[str, Any]:
         "pairs": [pair for one in reports for pair in one["pairs"]],
         "batches": [batch for one in reports for batch in one["batches"]],
         "groups": _groups(reports),
+        # All agents read the same from Redis, but one that could not read has nothing.
+        "publications": max((one.get("publications", []) for one in reports), key=len),
         "local": reports,
     }
 
@@ -73,6 +75,53 @@ def status_tables(found: dict[str, Any]) -> Group:
         *([dict_table("elastic groups", groups, columns)] if groups else []),
         *(Text(f"pairs and groups as they were last known: {why}") for why in stale),
     )
+
+
+def publication_tables(publications: list[dict[str, Any]]) -> Group:
+    """For each publication its newest version, its subscribers, and who else holds what. The JSON has what is left out
+    here."""
+    tables: list[Table | Text] = []
+    for one in in_all_texts(one_line, publications):
+        subscribers = [subscriber_line(line) for line in one["subscribers"]]
+        columns = ["subscriber", "state", "version", "lag", "source", "feeds", "ranks", "error"]
+        others = [holder_text(line) for line in one["holders"] if line["publisher"]]
+        tables += [
+            dict_table(publication_text(one), subscribers, columns),
+            *(Text(text) for text in others),
+        ]
+    return Group(*tables) if tables else Group(Text("no publications"))
+
+
+def publication_text(one: dict[str, Any]) -> str:
+    """ "policy: version 12, 3 s old, published by trainer"."""
+    if not one["seq"]:
+        what = "no version yet"
+    else:
+        age = "" if one["age"] is None else f", {one['age']:.0f} s old"
+        label = str(one["version"])
+        what = f"version {label}{'' if label == str(one['seq']) else ' (seq ' + str(one['seq']) + ')'}{age}"
+    ended = {"open": "", "closed": ", which has left", "lost": ", which does not answer or has died"}[one["state"]]
+    return f"{one['publication']}: {what}, published by {one['publisher'] or 'nobody'}{ended}"
+
+
+def subscriber_line(line: dict[str, Any]) -> dict[str, Any]:
+    """One subscriber as a row."""
+    lag = f"{line['lag']} version{'s' if line['lag'] != 1 else ''}, {line['lag_seconds']:.1f} s" if line["lag"] else "-"
+    return {
+        **line,
+        "version": line["version"] if line["seq"] else None,
+        "lag": lag,
+        "source": line["source"].partition("/")[0],
+        "feeds": ", ".join(line["readers"]) if line["places"] else "does not serve",
+        "ranks": _processes(line["ranks"]),
+    }
+
+
+def holder_text(line: dict[str, Any]) -> str:
+    """ "trainer: slot 0 version 4, slot 1 version 5; serves 1 of at most 2"."""
+    slots = ", ".join(f"slot {one['slot']} version {one['version']}" for one in line["slots"]) or "no version"
+    kept = " (has ended; its agents keep this until another holder has it)" if line["orphan"] else ""
+    return f"{line['holder'].partition('/')[0]}: {slots}{kept}; serves {line['used']} of at most {line['places']}"
 
 
 def agents_table(agents: list[dict[str, Any]], reports: list[dict[str, Any]]) -> Table:
@@ -148,15 +197,19 @@ def group_line(group: dict[str, Any]) -> dict[str, Any]:
     return {**group, "state": state, "members": members, "waits for": missing}
 
 
-def _replica(one: dict[str, Any], group: dict[str, Any]) -> str:
-    """A replica with its processes, host by host. Its step only if that is not the group's."""
+def _processes(ranks: list[dict[str, Any]]) -> str:
+    """ "pids 10, 11 on n0; pid 12 on n1"."""
     hosts: dict[str, list[str]] = {}
-    for rank in one["ranks"]:
+    for rank in ranks:
         hosts.setdefault(rank["host"], []).append(str(rank["pid"]))
-    where = "; ".join(
+    return "; ".join(
         f"{'pid' if len(pids) == 1 else 'pids'} {', '.join(pids)} on {host}" for host, pids in hosts.items()
     )
-    text = f"{one['replica']}, {where}"
+
+
+def _replica(one: dict[str, Any], group: dict[str, Any]) -> str:
+    """A replica with its processes, host by host. Its step only if that is not the group's."""
+    text = f"{one['replica']}, {_processes(one['ranks'])}"
     text += "" if one["served"] else ", agent silent"
     return text if one["step"] == group["step"] else f"{text}, step {one['step']}"
 

@@ -534,14 +534,22 @@ class Agent:
                 raise ProtocolError(f"{type(request.message).__name__} is not a request, or not an observer's")
 
     async def _status(self, peer: Peer, request_id: int) -> None:
-        stale, _, seen, groups = await asyncio.gather(
+        stale, _, seen, groups, (publications, unread) = await asyncio.gather(
             self.rendezvous.refresh(),
             self.transfers.stragglers.refresh(self.registrations.registered_batches()),
             self._seen(),
             self.groups.shown(PATIENCE),
+            self._publications(),
         )
-        stale = stale or groups.stale
-        peer.reply(request_id, Status(report=report(self, stale, seen, await self.rendezvous.hints(), groups.lines)))
+        stale, hints = stale or groups.stale or unread, await self.rendezvous.hints()
+        peer.reply(request_id, Status(report=report(self, stale, seen, hints, groups.lines, publications)))
+
+    async def _publications(self) -> tuple[list[dict[str, Any]], str]:
+        """The lines of all publications of the namespace; or none, and why they could not be read."""
+        try:
+            return [view.line() for view in await self.store.publications.views(timeout=PATIENCE)], ""
+        except EthaError as error:
+            return [], error.message
 
     async def _seen(self) -> list[tuple[AgentRecord, float | None]]:
         """The agents that Redis knows, and the seconds since they renewed their leases.

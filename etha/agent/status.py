@@ -44,12 +44,14 @@ def report(
     seen: Sequence[tuple[AgentRecord, float | None]] = (),
     hints: Mapping[str, str] | None = None,
     groups: Sequence[Mapping[str, Any]] = (),
+    publications: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...], "groups": [...]}, plain data only.
+    """{"agent": {...}, "agents": [...], "pairs": [...], "batches": [...], "groups": [...], "publications": [...]},
+    plain data only.
 
     ``stale``: why the pairs and groups could not be read again and may be outdated; "" if they were. ``seen``: the
     agents that Redis knows or knew, and the seconds since each has renewed its lease. ``hints``: by pair, others that
-    may be meant. ``groups``: the lines of elastic groups.
+    may be meant. ``groups`` and ``publications``: their lines.
     """
     waits, hints = agent.rendezvous.waits(), hints or {}
     return {
@@ -92,6 +94,7 @@ def report(
         ],
         "batches": [line for registration in agent.registrations.known.values() for line in _batch(registration)],
         "groups": [dict(line) for line in groups],
+        "publications": [dict(line) for line in publications],
     }
 
 

@@ -22,7 +22,7 @@ STATUS_SECONDS = 5.0
 STOP_SECONDS = 40.0
 #: Number of events that --watch shows.
 EVENTS_SHOWN = 10
-NOTHING: dict[str, Any] = {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": []}
+NOTHING: dict[str, Any] = {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": [], "publications": []}
 
 
 def agent(

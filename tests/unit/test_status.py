@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from etha.status import events_table, group_line, linked_lines, status_tables, whole
+from etha.status import events_table, group_line, linked_lines, publication_tables, status_tables, whole
 
 
 def link(state: str, device: str = "cpu", trouble: str = "") -> dict[str, Any]:
@@ -183,3 +183,89 @@ def test_a_group_is_shown_once_from_the_agent_that_knows_most_of_its_steps() -> 
     reports = [{**report("cpu"), "groups": [group(step=step)]} for step in (7, 9, 8)]
     assert [line["step"] for line in whole(reports)["groups"]] == [9]
     assert "elastic groups" not in text_of(whole([report("cpu"), report("cuda-1")]))
+
+
+def subscriber(name: str, **more: Any) -> dict[str, Any]:
+    line = {
+        "subscriber": name,
+        "state": "current",
+        "seq": 4,
+        "version": 4,
+        "lag": 0,
+        "lag_seconds": 0.0,
+        "source": "trainer/1700000000000",
+        "seconds": 0.2,
+        "places": 1,
+        "readers": [],
+        "world_size": 1,
+        "ranks": [{"rank": 0, "host": "n1", "pid": 20}],
+        "error": "",
+    }
+    return {**line, **more}
+
+
+def publication(**more: Any) -> dict[str, Any]:
+    line = {
+        "publication": "policy",
+        "state": "open",
+        "publisher": "trainer",
+        "seq": 4,
+        "version": 4,
+        "age": 3.2,
+        "subscribers": [
+            subscriber("r0", readers=["r1"]),
+            subscriber("r1", state="receiving", seq=3, version="three", lag=1, lag_seconds=3.25, source="r0/17"),
+            subscriber("r2", places=0, seq=0, version=None, lag=4, state="waiting", error="cut \x1b[2J", source=""),
+        ],
+        "holders": [
+            {
+                "holder": "trainer/1700000000000",
+                "publisher": True,
+                "orphan": False,
+                "places": 2,
+                "used": 1,
+                "slots": [{"slot": 0, "seq": 4, "version": 4}, {"slot": 1, "seq": 3, "version": "three"}],
+            }
+        ],
+        "hops": [],
+        "queue": ["r2/19"],
+    }
+    return {**line, **more}
+
+
+def shown_publications(*lines: dict[str, Any]) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(publication_tables(list(lines)))
+    return capture.get()
+
+
+def test_publications_show_who_holds_what_and_who_is_fed_by_whom() -> None:
+    shown = shown_publications(publication())
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in shown.split("\n")
+        if "│" in line
+    }
+    assert "policy: version 4, 3 s old, published by trainer" in shown
+    assert rows["r0"] == ["r0", "current", "4", "-", "trainer", "r1", "pid 20 on n1", "-"]
+    assert rows["r1"] == ["r1", "receiving", "three", "1 version, 3.2 s", "r0", "-", "pid 20 on n1", "-"]
+    assert rows["r2"][:6] == ["r2", "waiting", "-", "4 versions, 0.0 s", "-", "does not serve"]
+    assert "trainer: slot 0 version 4, slot 1 version three; serves 1 of at most 2" in shown
+    assert "\x1b[2J" not in shown and "cut" in rows["r2"][7]
+
+
+def test_publications_say_that_there_is_none_and_that_a_publisher_has_ended() -> None:
+    assert shown_publications() == "no publications\n"
+    lost = publication(state="lost", version="v4", age=None, subscribers=[])
+    lost["holders"][0]["orphan"] = True
+    shown = " ".join(shown_publications(lost).split())
+    assert "policy: version v4 (seq 4), published by trainer, which does not answer or has died" in shown
+    assert "its agents keep this until another holder has it" in shown
+    empty = publication(seq=0, version=None, publisher="", state="closed", holders=[])
+    assert "no version yet, published by nobody, which has left" in " ".join(shown_publications(empty).split())
+
+
+def test_publications_are_those_of_an_agent_that_could_read_them() -> None:
+    reports = [report("cpu"), {**report("cuda-1"), "publications": [publication()]}]
+    assert [line["publication"] for line in whole(reports)["publications"]] == ["policy"]

@@ -28,7 +28,7 @@ from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from tests.flow.commands.running import agent, etha
 from tests.flow.sites import Site, started_in
 
-COMMANDS = ("agent", "status", "stop", "events", "logs", "plan", "plot", "demo", "doctor")
+COMMANDS = ("agent", "status", "stop", "publications", "events", "logs", "plan", "plot", "demo", "doctor")
 SECONDS = 60
 #: A shell's background job ignores SIGINT, and so would what it starts.
 INTERRUPTIBLE = (
@@ -90,10 +90,10 @@ def test_status_without_an_agent_says_so_and_starts_nothing(runtime: Path) -> No
 def test_an_agent_in_the_foreground_shows_itself_and_leaves_on_sigterm(runtime: Path) -> None:
     with fresh_agent() as process:
         found = json.loads(etha("status", "--json").stdout)
-        assert set(found) == {"agent", "agents", "pairs", "batches", "groups"}
+        assert set(found) == {"agent", "agents", "pairs", "batches", "groups", "publications"}
         assert found["agent"]["pid"] == process.pid
         assert found["agent"]["device"] == "cpu"
-        assert found["pairs"] == found["batches"] == found["groups"] == []
+        assert found["pairs"] == found["batches"] == found["groups"] == found["publications"] == []
         tables = etha("status").stdout
         assert str(process.pid) in tables and "batches" in tables
         assert "encrypted" in tables and re.search(r"\bno\b", tables)
@@ -286,7 +286,7 @@ def test_status_imports_no_torch(runtime: Path) -> None:
     with agent():
         shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert shown.returncode == 0, shown.stderr
-    assert set(json.loads(shown.stdout)) == {"agent", "agents", "pairs", "batches", "groups"}
+    assert set(json.loads(shown.stdout)) == {"agent", "agents", "pairs", "batches", "groups", "publications"}
 
 
 def form(pair: str) -> None:
@@ -301,7 +301,8 @@ def form(pair: str) -> None:
 def test_watch_tells_what_happens_once_and_who_looks_is_no_worker(runtime: Path) -> None:
     events: list[dict[str, Any]] = []
     with watching() as lines:
-        assert next(lines) == {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": [], "events": []}
+        nothing = {"agent": None, "agents": [], "pairs": [], "batches": [], "groups": [], "publications": []}
+        assert next(lines) == {**nothing, "events": []}
         with agent() as pid:
             form("weights")
             for line in lines:

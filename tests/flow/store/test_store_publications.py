@@ -13,7 +13,7 @@ import pytest
 
 from etha.agent.protocol.sources import Hop, Sources
 from etha.errors import ConfigError, GroupLostError
-from etha.store.keys import CLAIM_LEASE
+from etha.store.keys import CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
 from etha.store.publication_records import (
     ClaimAnswer,
     ClaimRequest,
@@ -24,6 +24,7 @@ from etha.store.publication_records import (
     SourceClaim,
     TensorTable,
 )
+from etha.store.publications import PARTS
 from etha.store.records import RankHolder
 from etha.store.registry import Store
 from tests.unit.store.server import (
@@ -490,6 +491,66 @@ async def test_what_redis_has_lost_is_put_back(server: Server) -> None:
         again.calls["r"] = 9
         claim = await again.claim("r", newer_than=2)
         assert claim.seq == 3 and claim.number > running.number
+
+
+async def test_what_is_written_is_in_the_key_table_and_leased(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0)
+    await fleet.enter("r0", 1)
+    await fleet.enter("r1", 2)
+    await fleet.enter("r2", 3)
+    await fleet.put()
+    await fleet.commit(await fleet.claim("r0"))
+    await fleet.commit(await fleet.claim("r2"))
+    await fleet.put()
+    await fleet.claim("r0", newer_than=1)
+    assert (await fleet.ask("r1", newer_than=1)).claim is None
+    table_of = {kind.pattern: kind for kind in TABLE}
+    client, keys = fleet.store._session.connection._client, fleet.store.keys
+    expected = {
+        **{f"publication:NAME:{part}": keys.publication_part("p", part) for part in PARTS},
+        "publication:NAME": keys.publication("p"),
+        "publication:NAME:side:SIDE": keys.publication_side("p", "r0"),
+        "publication:NAME:table:DIGEST": keys.publication_table("p", table().digest),
+        "publications": keys.publications,
+    }
+    others = {"publication:NAME:ranks:SIDE"}  # what ranks tell each other, which no script of this page writes
+    assert expected.keys() == {pattern for pattern in table_of if pattern.startswith("publication")} - others
+    for pattern, key in expected.items():
+        kind, type_ = table_of[pattern], await client.type(key)
+        assert type_.replace("zset", "sorted set") == kind.type, key
+        assert 0 < await client.pttl(key) <= HISTORY_LEASE * 1000, key
+        if pattern in ("publication:NAME", "publication:NAME:side:SIDE"):
+            assert set(await client.hgetall(key)) - {"0"} == kind.fields.keys() - {"RANK"}, key
+    there = {key async for key in client.scan_iter(f"{keys.prefix}publication*")}
+    assert there == {*expected.values(), *(keys.publication_side("p", name) for name in ("r1", "r2", "trainer"))}
+
+
+async def test_nothing_grows(fleet: Fleet) -> None:
+    """Versions, launches that are over, claims and questions: what is kept of each has an end."""
+    await fleet.enter("trainer", 0)
+    client, keys = fleet.store._session.connection._client, fleet.store.keys
+
+    async def sizes() -> dict[str, int]:
+        found = {}
+        async for key in client.scan_iter(f"{keys.prefix}publication*"):
+            text = await client.type(key)
+            count = {"hash": client.hlen, "zset": client.zcard, "set": client.scard}[text]
+            found[key] = await count(key)
+        found["retired"] = len(json.loads(await client.hget(keys.publication("p"), "retired")))
+        return found
+
+    seen = []
+    for number in range(2 * (MAX_VERSIONS + 10)):
+        await fleet.put()
+        if number % 4 == 0:
+            await fleet.enter("r", 1, launch=f"l{number}")
+            fleet.calls["r"] = 0
+            await fleet.claim("r")
+        if number in (MAX_VERSIONS + 9, 2 * MAX_VERSIONS + 17):
+            await fleet.publications.leave("p", "r", 0, process(1), "closed")
+            seen.append(await sizes())
+    assert seen[0] == seen[1] and seen[0][keys.publication_part("p", "versions")] == MAX_VERSIONS
+    assert seen[0]["retired"] == 64 and keys.publication_part("p", "claims") not in seen[0]
 
 
 # ---- the scripts and the rule -----------------------------------------------------------------------------
