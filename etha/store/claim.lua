@@ -60,6 +60,7 @@ else
     protected = S.protect == '1'}
   redis.call('HSET', part('asks'), id, json(ask))
   redis.call('ZADD', part('queue'), order, id)
+  if #req.avoid > 0 then avoiding[#avoiding + 1] = id end
   redis.call('ZADD', part('wanted'), req.version ~= '' and 0 or req.newer_than, id)
   redis.call('HSET', side_key(subscriber), 'call', int(req.call), 'asked', asked)
 end

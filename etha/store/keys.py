@@ -297,6 +297,7 @@ TABLE: tuple[KeyKind, ...] = (
             "orphans": "JSON list of holders whose publisher has ended, and which keep its newest version until "
             "another holder has it",
             "draining": "JSON list of subscribers that are to receive next and wait for those who read their buffers",
+            "avoiding": "JSON list of those in the queue that avoid holders",
             "retired": "JSON list of [SIDE/LAUNCH, why] of launches that are over, at most 64",
             "swept": "ms since 1970 at which sides without agents were forgotten last",
         },

@@ -7,8 +7,9 @@ local clock = redis.call('TIME')
 local now = tonumber(clock[1]) * 1000 + math.floor(tonumber(clock[2]) / 1000)
 local P = hash(key)
 local serial, order = number(P.serial), number(P.order)
-local retired, orphans, draining = object(P.retired), object(P.orphans), object(P.draining)
-if not (retired and orphans and draining) then
+local retired, orphans = object(P.retired), object(P.orphans)
+local draining, avoiding = object(P.draining), object(P.avoiding)
+if not (retired and orphans and draining and avoiding) then
   return refuse('protocol', "Redis key '" .. key .. "' does not hold JSON where it should")
 end
 local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds'}
@@ -73,17 +74,37 @@ local function touch(id)
   if not touched[id] then touched[id], touched[#touched + 1] = true, id end
 end
 
+-- The publisher has given enough copies of a version, and one of those who have them has its tensors, and so may feed
+-- whomever the publisher may feed. Only whoever avoids that one may come here.
+local function given(h, s)
+  if not h.publisher or h.orphan or h.copies == 0 or #s.children < h.copies then return false end
+  for _, id in ipairs(s.children) do
+    local child = holder(id)
+    if child and child.digest == h.digest then return true end
+  end
+  return false
+end
+
+-- The newest version that can be had at a holder now; without ``all`` only what anybody may have.
+local function offer(h, all)
+  local best = 0
+  if h.used < h.places and not h.draining then
+    local can = claimable(h)
+    for i, s in ipairs(h.slots) do
+      if can[i] and (all or not given(h, s)) then best = math.max(best, s.seq) end
+    end
+  end
+  return best
+end
+
 -- Write a holder and its places in the indices.
 local function index(id)
   local h = holders[id]
   touch(id)
   local best, has = 0, 0
   if h then
-    for i, s in ipairs(h.slots) do has = math.max(has, s.seq) end
-    if h.used < h.places and not h.draining then
-      local can = claimable(h)
-      for i, s in ipairs(h.slots) do if can[i] then best = math.max(best, s.seq) end end
-    end
+    for _, s in ipairs(h.slots) do has = math.max(has, s.seq) end
+    best = offer(h)
   end
   if best > 0 then redis.call('ZADD', part('free'), best, id) else redis.call('ZREM', part('free'), id) end
   if has > 0 then redis.call('ZADD', part('offers'), has, id) else redis.call('ZREM', part('offers'), id) end
@@ -98,7 +119,7 @@ local function clear(id, slot)
     for _, s in ipairs(from.slots) do
       if s.seq == slot.seq then remove(s.children, id) end
     end
-    touch(slot.from)
+    index(slot.from)
   end
   slot.seq, slot.version, slot.description, slot.children, slot.from = 0, '', '', {}, nil
   vanished = true
@@ -178,15 +199,13 @@ local function fits(ask, id, h, s)
   return feeds(h.digest, ask.digest, s.description) == ''
 end
 
--- The publisher has given enough copies of a version if those who have them may feed this subscriber.
+-- The publisher has given enough copies of a version if those who have them may feed this subscriber. One whose agent is
+-- silent is found when it is chosen, or when its own claim lapses.
 local function enough(ask, h, s)
   if not h.publisher or h.orphan or h.copies == 0 or #s.children < h.copies then return false end
   for _, id in ipairs(s.children) do
     local child = holder(id)
-    if child and not contains(ask.avoid, id) and served(child.agents)
-        and feeds(child.digest, ask.digest, s.description) == '' then
-      return true
-    end
+    if child and not contains(ask.avoid, id) and feeds(child.digest, ask.digest, s.description) == '' then return true end
   end
   return false
 end
@@ -205,18 +224,28 @@ end
 
 -- The newest version that a waiting subscriber can get now, and from whom. ``closed``: holders that others have to wait
 -- for first.
-local function choose(own, ask, closed)
+local choose
+function choose(own, ask, closed)
   local low = ask.version ~= '' and 0 or ask.newer_than
   local free = redis.call('ZREVRANGEBYSCORE', part('free'), '+inf', '(' .. int(low), 'WITHSCORES')
-  local best, best_slot, best_seq, best_rank
-  for i = 1, #free, 2 do
-    local id, score = free[i], tonumber(free[i + 1])
+  local offers = {}
+  for i = 1, #free, 2 do offers[#offers + 1] = {free[i], tonumber(free[i + 1])} end
+  local publisher = #ask.avoid > 0 and (P.holder or '') ~= '' and holder(P.holder)
+  if publisher and offer(publisher, true) > math.max(low, offer(publisher)) then
+    for i = #offers, 1, -1 do if offers[i][1] == P.holder then table.remove(offers, i) end end
+    offers[#offers + 1] = {P.holder, offer(publisher, true)}
+    table.sort(offers, function(a, b) if a[2] ~= b[2] then return a[2] > b[2] end return a[1] > b[1] end)
+  end
+  local best, best_slot, best_seq, best_rank, dropped
+  for _, one in ipairs(offers) do
+    local id, score = one[1], one[2]
     if best and best_seq > score then break end
     local h = holder(id)
     if h and id ~= own and not closed[id] then
       if not served(h.agents) then
         event('holder_lost', 'publication', req.publication, 'holder', id, 'text', 'the agent of ' .. id .. ' does not answer')
         drop(id)
+        dropped = true
       else
         local can, rank = claimable(h), nil
         for slot, s in ipairs(h.slots) do
@@ -230,6 +259,8 @@ local function choose(own, ask, closed)
       end
     end
   end
+  -- Without that holder the publisher may give another copy.
+  if dropped and not best then return choose(own, ask, closed) end
   return best, best_slot
 end
 
@@ -269,6 +300,7 @@ local function leave_queue(id)
   redis.call('ZREM', part('queue'), id)
   redis.call('ZREM', part('wanted'), id)
   redis.call('HDEL', part('asks'), id)
+  remove(avoiding, id)
   serve_on(id)
 end
 
@@ -365,7 +397,9 @@ local function match()
   end
   local function top()
     local first = redis.call('ZREVRANGEBYSCORE', part('free'), '+inf', '-inf', 'WITHSCORES', 'LIMIT', 0, 1)
-    return #first > 0 and tonumber(first[2]) or 0
+    local found = #first > 0 and tonumber(first[2]) or 0
+    local publisher = #avoiding > 0 and (P.holder or '') ~= '' and holder(P.holder)
+    return publisher and math.max(found, offer(publisher, true)) or found
   end
   local best, wanted, closed = top(), {}, {}
   local least = redis.call('ZRANGE', part('wanted'), 0, 0, 'WITHSCORES')
@@ -516,7 +550,8 @@ local function finish()
   redis.call('HSET', key, 'state', P.state or 'open', 'seq', int(number(P.seq)), 'version', P.version or '',
     'description', P.description or '', 'publisher', P.publisher or '', 'launch', P.launch or '', 'holder', P.holder or '',
     'serial', int(serial), 'order', int(order), 'swept', int(number(P.swept)), 'retired', list_text(retired),
-    'orphans', list_text(orphans), 'draining', list_text(draining))
+    'orphans', list_text(orphans), 'draining', list_text(draining),
+    'avoiding', list_text(avoiding))
   redis.call('SADD', PREFIX .. 'publications', req.publication)
   keep(PREFIX .. 'publications')
   keep(key)

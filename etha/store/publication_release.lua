@@ -46,7 +46,7 @@ if S and number(S.call) <= req.call then
       for _, given in ipairs(source and source.slots or {}) do
         if given.seq == held.seq and not contains(given.children, id) then
           given.children[#given.children + 1] = id
-          touch(from)
+          index(from)
         end
       end
       index(id)

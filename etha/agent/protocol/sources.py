@@ -366,17 +366,21 @@ class Sources:
         return slot.seq > 0 and wanted and one.name not in ask.avoid and self.feeds(one.kind, ask.kind)
 
     def enough(self, ask: VersionRequest, one: Holder, slot: HolderSlot) -> bool:
-        """Whether the publisher has given enough copies of a version, and those who have them may feed this one."""
+        """Whether the publisher has given enough copies of a version, and those who have them may feed this one.
+
+        One whose agent is silent is found when it is chosen, or when its own claim lapses.
+        """
         if not one.publisher or one.orphan or not one.copies or len(slot.children) < one.copies:
             return False
         children = [self.holders[n] for n in slot.children if n in self.holders and n not in ask.avoid]
-        return any(child.served and self.feeds(child.kind, ask.kind) for child in children)
+        return any(self.feeds(child.kind, ask.kind) for child in children)
 
     def choose(self, ask: VersionRequest, closed: frozenset[str] = frozenset()) -> tuple[str, int] | None:
         """From whom, and which slot, a subscriber gets the newest version now. A holder without agents is dropped."""
         low = 0 if ask.label else ask.newer_than
         free = sorted(((one.offer(), name) for name, one in self.holders.items()), reverse=True)
         best: tuple[tuple[int, ...], str, int] | None = None
+        dropped = False
         for offer, name in free:
             if offer <= low or (best is not None and best[0][0] > offer):
                 break
@@ -385,6 +389,7 @@ class Sources:
                 continue
             if not one.served:
                 self._drop(name)
+                dropped = True
                 continue
             preference = (
                 name in ask.links,
@@ -398,6 +403,8 @@ class Sources:
                 rank = (slot.seq, *map(int, preference))
                 if can and self.fits(ask, one, slot) and not self.enough(ask, one, slot):
                     best = (rank, name, number) if best is None or rank > best[0] else best
+        if dropped and best is None:
+            return self.choose(ask, closed)  # without that holder the publisher may give another copy
         return None if best is None else best[1:]
 
     def kept_back(self, ask: VersionRequest) -> bool:

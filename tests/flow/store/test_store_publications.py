@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from etha.agent.protocol.sources import Hop, Sources
+from etha.agent.protocol.sources import Holder, HolderSlot, Hop, Sources
 from etha.errors import ConfigError, GroupLostError
 from etha.store.keys import CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
 from etha.store.publication_records import (
@@ -430,14 +430,14 @@ async def test_a_pinned_version_that_is_lost_meanwhile_is_refused(fleet: Fleet) 
 
 async def test_a_holder_whose_agent_is_silent_is_passed_over(server: Server, fleet: Fleet) -> None:
     async with agent(server.url, fleet.store.keys.namespace, "b") as other:
-        await fleet.enter("trainer", 0)
+        await fleet.enter("trainer", 0, copies=1)
         await fleet.enter("r0", 1, agent="b")
         await fleet.enter("r1", 2)
         await fleet.put()
         await fleet.commit(await fleet.claim("r0"))
         await other.agents.withdraw()
         claim = await fleet.claim("r1")
-        assert claim.source == "trainer"
+        assert claim.source == "trainer", "the only copy that it has given is lost"
         assert await fleet.publications.holder("p", f"r0/{fleet.sides['r0'].serial}") is None
 
 
@@ -562,6 +562,19 @@ def named(place: dict[int, int], text: str) -> str:
     return f"{side}/{place.get(int(serial), -1)}" if serial else ""
 
 
+def open_to_all(rule: Sources, one: Holder) -> bool:
+    """Whether Redis lists a holder as free: the publisher only with versions of which it has not given enough copies to
+    holders that may feed whomever it may feed itself."""
+
+    def given(slot: HolderSlot) -> bool:
+        children = [rule.holders[name] for name in slot.children if name in rule.holders]
+        capped = one.publisher and not one.orphan and 0 < one.copies <= len(slot.children)
+        return capped and any(child.kind == one.kind for child in children)
+
+    can = zip(one.slots, one.claimable(), strict=True)
+    return one.offer() > 0 and any(free and not given(slot) for slot, free in can)
+
+
 def by_rule(rule: Sources) -> dict[str, Any]:
     """What the rule knows, comparable."""
     numbers = {one.serial for one in rule.holders.values()} | {one.serial for one in rule.subscribers.values()}
@@ -572,7 +585,7 @@ def by_rule(rule: Sources) -> dict[str, Any]:
         "orphans": [named(place, name) for name in rule.orphans],
         "draining": [named(place, name) for name in rule.draining],
         "queue": [named(place, ask.name) for ask in rule.queue],
-        "free": sorted(named(place, name) for name, one in rule.holders.items() if one.offer()),
+        "free": sorted(named(place, name) for name, one in rule.holders.items() if open_to_all(rule, one)),
         "holders": {
             named(place, name): [
                 (s.seq, s.used, [named(place, n) for n in s.children], named(place, s.origin)) for s in one.slots

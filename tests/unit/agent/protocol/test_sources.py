@@ -20,6 +20,7 @@ WORLDS: dict[str, tuple[Budget, dict[str, Any], int]] = {
     "publishers die and come again": (Budget(publishers=2, lapses=0, failures=0, deaths=0), {}, 1450),
     "publishers die that give one copy": (Budget(publishers=1, lapses=0, deaths=0), {"copies": 1}, 1300),
     "an agent falls silent": (Budget(silences=1, lapses=0, deaths=0), {}, 886),
+    "an agent falls silent that has the only copy": (Budget(silences=1, lapses=0, deaths=0), {"copies": 1}, 890),
     "two places": (Budget(puts=3, lapses=0, deaths=0), {"places": 2}, 1188),
     "three slots": (Budget(puts=3, lapses=0, failures=0, deaths=0), {"slots": 3, "places": 2}, 511),
     "three subscribers": (Budget(lapses=0, failures=0, deaths=0), {"subscribers": 3}, 1966),
