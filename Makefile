@@ -24,7 +24,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: install demo check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
+.PHONY: install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -44,6 +44,10 @@ $(LIBRARY): etha/native/executor.c etha/native/streams.c etha/native/pull.c etha
 
 demo: install
 	@$(PRIVATE) $(BIN)/etha demo $(DEMO)
+
+# A trainer that publishes, and replicas that are killed at random and come back (examples/fleet); FLEET=--help
+fleet-example: install
+	@$(PRIVATE) $(BIN)/python examples/fleet/launch.py $(FLEET)
 
 # Replicas that are killed at random and come back (examples/elastic_hsdp); ELASTIC=--help
 elastic: install

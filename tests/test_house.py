@@ -77,7 +77,7 @@ EDGES: dict[str, set[str]] = {
     "client": {"errors", "config", "version", "phases", "bus", "memory", "plan", "cuda", "observe", "torch_types"},
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
-    "testing": {"errors", "version", "client", "bus", "memory"},
+    "testing": {"errors", "config", "version", "client", "bus", "memory"},
     "groups": {"addresses", "errors", "config", "native", "memory", "cuda", "bus", "client", "version"},
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.

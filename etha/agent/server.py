@@ -210,7 +210,7 @@ class Agent:
         self.publications = PublicationService(
             store=store,
             calls=self.calls,
-            manifests=self.registrations.manifests,
+            registrations=self.registrations,
             dispatcher=self,
             spawn=self.spawn,
         )

@@ -244,11 +244,13 @@ class AsyncPublication(OfOneProcess):
                 self._unmoved.check()
                 self._check_whole()
                 number = self._number + 1
-                # A rank that fails cannot tell the others, and would put the next version under this one's number.
-                self._failed = self._place.world_size > 1
+                # A rank that fails cannot tell the others. If it then put another version under this number, the two
+                # would be mixed, unless their labels differ, which Redis finds.
+                self._failed = self._place.world_size > 1 and version is None
                 begin = BeginPut(publication=self.name, number=number, grace=grace)
                 found = await link.request(begin, timeout=deadline.left)
                 assert isinstance(found, SlotGiven)
+                self._failed = self._place.world_size > 1
                 await self._copy(found.slot)
                 finish = FinishPut(publication=self.name, number=number, version=version)
                 await link.request(finish, timeout=deadline.left)

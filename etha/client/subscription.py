@@ -402,14 +402,16 @@ class AsyncSubscription(OfOneProcess):
             await shield.wait(hop)
         finally:
             self._claim, self._hop = 0, None
-        if hop.cancelled():
-            shield.release()
-            if commit.moved is not None:
-                return commit.moved
-            why = self._lost or "the subscription was closed"
-            raise PeerLostError(f"{claimed.source} cannot send: {why}", reason="died", outcome="aborted")
-        shield.release(hop.exception())
-        return hop.result()
+        if shield.cancelled is not None:
+            if not hop.cancelled():
+                hop.exception()  # what a hop raises whose call was cancelled says nothing more
+            raise shield.cancelled
+        if not hop.cancelled():
+            return hop.result()
+        if commit.moved is not None:
+            return commit.moved
+        why = self._lost or "the subscription was closed"
+        raise PeerLostError(f"{claimed.source} cannot send: {why}", reason="died", outcome="aborted")
 
     async def _hop_from(
         self, claimed: VersionClaimed, commit: _Commit, progress: OnProgress | None, deadline: Deadline

@@ -301,7 +301,7 @@ class Publications:
 
         async def read(client: Client) -> TensorTable | None:
             digest = await client.hget(key, "description")
-            if digest is None:
+            if not digest:
                 return None
             at = self._keys.publication_table(publication, str(digest))
             fields = await client.hgetall(at)

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 from etha.client.aio import AsyncTensorBusClient
 from etha.client.connection import AgentConnection
 from etha.client.sync import TensorBusClient
+from etha.config import check_name
 from etha.errors import ConfigError, EthaError
 from etha.testing.bus import Bus
 from etha.testing.connection import DummyConnection
@@ -34,6 +35,8 @@ class AsyncDummyTensorBusClient(AsyncTensorBusClient):
     ``init_pair`` forms epoch 1 at once, and the next one after a loss. ``transfer`` returns a result with the next
     ``seq``, its label, the bytes of the registered local tensors, and no peers. ``recv`` does not change the tensors;
     its label is the given one, or else that of the last ``send``.
+
+    ``subscribe`` follows a publication of this client alone: ``next`` waits for a ``put`` of it, or for ``announce``.
     """
 
     _bus: Bus | None = None
@@ -57,6 +60,10 @@ class AsyncDummyTensorBusClient(AsyncTensorBusClient):
             raise ConfigError(f"fail_next({error!r}): a transfer fails with an EthaError")
         self._played.faults.append(error)
 
+    def announce(self, publication: str, version: int | str | None = None) -> None:
+        """Let somebody else put the next version of a publication."""
+        self._pushed(self._played.announce(check_name("publication", publication), version))
+
     def lose(self, pair_name: str, reason: Reason = "died") -> None:
         """Let the other side of a formed pair die, close or be relaunched, while no call is made."""
         if reason not in get_args(Reason):
@@ -74,6 +81,14 @@ class DummyTensorBusClient(TensorBusClient):
     def fail_next(self, error: EthaError) -> None:
         """Let the next transfer fail with ``error``; see ``AsyncDummyTensorBusClient.fail_next``."""
         self._dummy.fail_next(error)
+
+    def announce(self, publication: str, version: int | str | None = None) -> None:
+        """Let somebody else put the next version of a publication."""
+
+        async def announce() -> None:
+            self._dummy.announce(publication, version)
+
+        self._run(announce())
 
     def lose(self, pair_name: str, reason: Reason = "died") -> None:
         """Let the other side of a formed pair die, close or be relaunched, while no call is made."""

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from etha.bus.messages import InitPair, Moved, Offered, PairFormed, PairLost, Register, Registered, Transfer, WaitOffer
-from etha.errors import EthaError, PeerLostError, RegistrationError, Violation, with_again
+from etha.bus.messages import (
+    Announced,
+    BeginPut,
+    ClaimVersion,
+    FinishPut,
+    InitPair,
+    Moved,
+    Offered,
+    PairFormed,
+    PairLost,
+    Publish,
+    Published,
+    Register,
+    Registered,
+    SlotGiven,
+    Subscribe,
+    Subscribed,
+    Subscribers,
+    Transfer,
+    VersionClaimed,
+    WaitOffer,
+)
+from etha.errors import (
+    EthaError,
+    PeerLostError,
+    RegistrationError,
+    TransferTimeoutError,
+    Violation,
+    with_again,
+)
 from etha.memory.handles import TensorHandle
 from etha.version import __version__
 
@@ -34,12 +64,28 @@ class _Batch:
     version: int | str | None = None
 
 
+@dataclass(slots=True)
+class _Publication:
+    """The newest version, what the subscriber holds, and who waits for a newer one."""
+
+    publisher: str = "trainer"
+    seq: int = 0
+    version: int | str | None = None
+    held: int = 0
+    subscriber: str = ""
+    turn: int = 0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class Bus:
-    """What outlives a connection: pairs, batches, and faults to come."""
+    """What outlives a connection: pairs, batches, publications, and faults to come."""
 
     def __init__(self) -> None:
         self.pairs: dict[str, _Pair] = {}
         self.batches: dict[str, _Batch] = {}
+        self.publications: dict[str, _Publication] = {}
+        #: Of hops: batch -> label of the version that is received next.
+        self._hops: dict[str, int | str | None] = {}
         self.faults: deque[EthaError] = deque()
 
     def lose(self, name: str, reason: str) -> PairLost:
@@ -122,12 +168,91 @@ class Bus:
         batch.seq += 1
         if call.verb == "send" or call.version is not None:
             batch.version = call.version
+        elif call.batch in self._hops:
+            batch.version = self._hops.pop(call.batch)
         return Moved(seq=batch.seq, version=batch.version, nbytes=batch.nbytes, seconds=0.0, peers=(), peak_staging=0)
 
     def offer(self, call: WaitOffer) -> Offered:
         batch = self.batches[call.batch]
         self.check(batch.register.pairs, call.epoch)
         return Offered(version=batch.version, nbytes=batch.nbytes)
+
+    # ---- publications --------------------------------------------------------------------------
+
+    def announce(self, name: str, version: int | str | None) -> Announced:
+        """The next version of a publication is there. Returns what its subscriber is told."""
+        found = self.publications.setdefault(name, _Publication())
+        found.seq, found.version = found.seq + 1, version
+        found.news.set()
+        return Announced(publication=name, seq=found.seq)
+
+    def publish(self, message: Publish) -> Published:
+        found = self.publications.setdefault(message.publication, _Publication())
+        found.publisher = message.publisher
+        return Published(seq=found.seq)
+
+    def begin_put(self, message: BeginPut) -> SlotGiven:
+        return SlotGiven(slot=0, seq=self.publications[message.publication].seq + 1)
+
+    def finish_put(self, message: FinishPut) -> Announced:
+        return self.announce(message.publication, message.version)
+
+    def subscribe(self, message: Subscribe) -> Subscribed:
+        found = self.publications.setdefault(message.publication, _Publication())
+        found.subscriber, found.held = message.subscriber, 0
+        return Subscribed(seq=found.seq, turn=found.turn)
+
+    async def claim(self, message: ClaimVersion, timeout: float) -> VersionClaimed:
+        """Wait for a version that is newer than the one that is held, or has the pinned label."""
+        found = self.publications[message.publication]
+        try:
+            async with asyncio.timeout(None if timeout == math.inf else timeout):
+                while not self._fits(found, message):
+                    found.news.clear()
+                    await found.news.wait()
+        except TimeoutError:
+            text = f"{message.subscriber} got no version of publication {message.publication!r} by its deadline"
+            raise TransferTimeoutError(f"{text}: put one, or call announce", outcome="withdrawn") from None
+        found.turn = max(found.turn + 1, message.turn)
+        pair = f"hop.{message.publication}.{found.publisher}.{message.subscriber}"[:90]
+        self._hops[f"{pair}.slot0"] = found.seq if found.version is None else found.version
+        return VersionClaimed(
+            claim=found.turn,
+            turn=found.turn,
+            source=found.publisher,
+            pair=pair,
+            batch=f"{pair}.slot0",
+            seq=found.seq,
+            version=found.version,
+        )
+
+    @staticmethod
+    def _fits(found: _Publication, message: ClaimVersion) -> bool:
+        pinned = message.version is None or message.version == found.version
+        return found.seq > 0 and pinned and (message.version is not None or found.seq > message.newer_than)
+
+    def subscribers(self, name: str) -> Subscribers:
+        """The one of this client, if it has one."""
+        found = self.publications[name]
+        if not found.subscriber:
+            return Subscribers(subscribers=())
+        lag = found.seq - found.held
+        one = {
+            "name": found.subscriber,
+            "ranks": 1,
+            "seq": found.held,
+            "version": None if lag else found.version,
+            "lag": lag,
+            "lag_seconds": 0.0,
+            "source": found.publisher,
+            "state": "behind" if lag else "current",
+            "error": "",
+        }
+        return Subscribers(subscribers=(one,))
+
+    def hold(self, name: str) -> None:
+        """The subscriber has received the newest version."""
+        self.publications[name].held = self.publications[name].seq
 
     def status(self) -> dict[str, Any]:
         """A report like an agent's."""

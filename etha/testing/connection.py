@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,15 +13,26 @@ from etha.bus.handshake import WorkerWelcome
 from etha.bus.link import AgentLink, Answer
 from etha.bus.messages import (
     AttachSnapshot,
+    BeginPut,
+    ClaimVersion,
     CloseBatch,
+    ClosePublication,
+    CloseSubscription,
     Confirm,
+    EndHop,
+    FinishPut,
     GetStatus,
+    GetSubscribers,
     InitPair,
+    LeavePair,
     Ok,
+    Publish,
     Register,
     Status,
+    Subscribe,
     Supersede,
     Transfer,
+    WaitHeld,
     WaitOffer,
 )
 from etha.client.connection import AgentConnection
@@ -75,9 +86,39 @@ class _Link(AgentLink):
                 return self._bus.offer(message)
             case CloseBatch() | Confirm() | AttachSnapshot() | Supersede():
                 return Ok()
+            case Publish():
+                return self._bus.publish(message)
+            case BeginPut():
+                return self._bus.begin_put(message)
+            case FinishPut():
+                if self.on_push is not None:
+                    self.on_push(self._bus.finish_put(message))
+                return Ok()
+            case Subscribe():
+                return self._bus.subscribe(message)
+            case ClaimVersion():
+                return await self._bus.claim(message, timeout)
+            case GetSubscribers(publication=publication):
+                return self._bus.subscribers(publication)
+            case EndHop(publication=publication, error=error):
+                if not error:
+                    self._bus.hold(publication)
+                return Ok()
+            case WaitHeld() | ClosePublication() | CloseSubscription() | LeavePair():
+                return Ok()
             case GetStatus():
                 return Status(report=self._bus.status())
         raise ProtocolError(f"the dummy knows no {type(message).__name__}")
+
+    async def send_descriptors(
+        self,
+        header: dict[str, Any],
+        fds: Sequence[int],
+        *,
+        timeout: float,
+        on_timeout: Callable[[], EthaError] | None = None,
+    ) -> None:
+        """Does nothing, because nobody reads the memory."""
 
     async def _fail(self, batch: str, error: EthaError) -> None:
         """What a real agent's workers are told together with such an error."""

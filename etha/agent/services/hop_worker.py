@@ -52,19 +52,26 @@ class HopWorker:
         self._registered: set[str] = set()
         #: Hops of one subscriber come one after the other.
         self._turn = asyncio.Lock()
+        self._hops = 0
 
     async def send(self, batch: str, slot: int, version: int | str, ready: Callable[[], Any]) -> None:
         """Send ``slot`` as batch ``batch``. ``await ready()`` comes last before the bytes move. When it returns or
         raises, nothing reads the slot any more."""
-        async with self._turn:
-            epoch = await self._join()
-            if batch not in self._registered:
-                await self._worker.request(self._register(batch, slot, epoch))
-                self._registered.add(batch)
-            await ready()
-            await self._worker.request(
-                Transfer(batch=batch, epoch=epoch, verb="send", version=version, slot=0, progress=False)
-            )
+        self._hops += 1
+        try:
+            async with self._turn:
+                epoch = await self._join()
+                if batch not in self._registered:
+                    await self._worker.request(self._register(batch, slot, epoch))
+                    self._registered.add(batch)
+                await ready()
+                await self._worker.request(
+                    Transfer(batch=batch, epoch=epoch, verb="send", version=version, slot=0, progress=False)
+                )
+        finally:
+            self._hops -= 1
+            if self._epoch is None and not self._hops:
+                self._left()
 
     def close(self) -> None:
         """Leave the pair. Idempotent."""
@@ -111,7 +118,7 @@ class HopWorker:
             case PairLost(epoch=epoch) if epoch == self._epoch:
                 self._epoch = None
                 self._registered.clear()
-                if not self._turn.locked():
+                if not self._hops:
                     self._left()
             case BatchLost(batch=batch):
                 self._registered.discard(batch)

@@ -26,7 +26,7 @@ from etha.agent.runtime.in_process_worker import Dispatcher
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.tasks import EndableTask, Spawn, outage
 from etha.agent.services.hop_worker import HopWorker, StandingTensors
-from etha.agent.services.manifests import ManifestCache
+from etha.agent.services.registration import RegistrationService
 from etha.agent.services.side_tables import SideMeeting, misfits
 from etha.bus.codec import Request
 from etha.bus.messages import (
@@ -51,10 +51,13 @@ from etha.bus.messages import (
 )
 from etha.config import check_name
 from etha.errors import (
+    HELD_HERE,
     ConfigError,
     EthaError,
+    GroupLostError,
     PeerLostError,
     ProtocolError,
+    RedisUnavailableError,
     RegistrationError,
     RendezvousTimeoutError,
     TransferTimeoutError,
@@ -83,8 +86,10 @@ FAN_OUT = 2
 MAX_SOURCES, MAX_LINKS = 64, 4
 #: Seconds for which a subscriber prefers to wait for others than the holders that have just failed it.
 AVOIDED = 1.0
-#: Seconds that Redis is given to hear that a side has left.
-_LAST_WORDS = 5.0
+#: Seconds after a claim for which it is kept although no transfer runs.
+HOP_IDLE = 30.0
+#: Seconds that Redis is given to hear that a side has left, and that all have to leave a pair before it is removed.
+_LAST_WORDS, _FORGET = 5.0, 30.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,15 +112,16 @@ class LocalRank:
     #: Holders of earlier claims, by their numbers; and those with which a pair was formed, the last one at the end.
     sources: dict[int, str] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
-    #: Of a publisher: the put that has a slot now.
+    #: Of a publisher: the put that has a slot now, and why one has none yet; "" before Redis has answered.
     put: tuple[int, PutSlot] | None = None
+    waits: str = ""
 
 
 @dataclass(slots=True)
 class _Hop:
-    """A hop that reads a side here. ``reader`` is its subscriber, as SIDE/SERIAL."""
+    """A hop that reads a side here."""
 
-    reader: str
+    claim: SourceClaim
     task: EndableTask[None]
 
 
@@ -131,7 +137,7 @@ class LocalSide:
     ranks: dict[int, LocalRank] = field(default_factory=dict)
     #: claim -> its hop here.
     hops: dict[int, _Hop] = field(default_factory=dict)
-    #: Claims whose hops a put has ended.
+    #: Claims whose hops a put ends.
     overwritten: set[int] = field(default_factory=set)
     #: Set when Redis may have something new about it.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -152,6 +158,10 @@ class LocalSide:
         """Whether a worker here still belongs to it."""
         return any(rank.session is not None for rank in self.ranks.values())
 
+    def reading(self) -> set[int]:
+        """Claims whose hops read a buffer here."""
+        return {claim for rank in self.ranks.values() for buffer in rank.buffers for claim in buffer.readers}
+
     def notify(self) -> None:
         """Wake whoever waits for a buffer or a hop."""
         self.moved.set()
@@ -171,16 +181,18 @@ class PublicationService:
         *,
         store: Store,
         calls: OpenCalls,
-        manifests: ManifestCache,
+        registrations: RegistrationService,
         dispatcher: Dispatcher,
         spawn: Spawn,
     ) -> None:
-        self._store, self._calls, self._manifests = store, calls, manifests
+        self._store, self._calls, self._registrations = store, calls, registrations
         self._dispatcher, self._spawn = dispatcher, spawn
         #: (publication, SIDE/SERIAL) -> it.
         self._sides: dict[tuple[str, str], LocalSide] = {}
         #: What each worker has entered, by (session, publication, role).
         self._entered: dict[tuple[str, str, Role], tuple[LocalSide, LocalRank]] = {}
+        #: Ranks that are about to: (publication, holder, role, side, rank).
+        self._entering: set[tuple[str, RankHolder, Role, str, int]] = set()
         self._leaving = False
 
     # ---- requests of workers ------------------------------------------------------------------
@@ -194,16 +206,16 @@ class PublicationService:
                 self._enter(session, request, message, "subscriber", message.subscriber)
             case BeginPut() as message:
                 side, rank = self._find(session, message.publication, "publisher")
-                self._answer(session, request, self._begin_put(side, rank, message), _slot_late(side))
+                self._answer(session, request, self._begin_put(side, rank, message), lambda: _slot_late(side, rank))
             case FinishPut() as message:
                 side, rank = self._find(session, message.publication, "publisher")
-                self._answer(session, request, self._finish_put(side, rank, message), _redis_late(side))
+                self._answer(session, request, self._finish_put(side, rank, message), lambda: _redis_late(side))
             case WaitHeld() as message:
                 side, _ = self._find(session, message.publication, "publisher")
                 self._answer(session, request, self._wait_held(side, message), _held_late(side, message))
             case GetSubscribers(publication=publication):
                 side, _ = self._find(session, publication, "publisher")
-                self._answer(session, request, self._subscribers(side), _redis_late(side))
+                self._answer(session, request, self._subscribers(side), lambda: _redis_late(side))
             case ClaimVersion() as message:
                 side, rank = self._find(session, message.publication, "subscriber")
                 self._claim(session, request, side, rank, message)
@@ -250,6 +262,7 @@ class PublicationService:
         check_name(role, side)
         if (session.key, publication, role) in self._entered:
             raise ConfigError(f"this client is {side} of publication {publication!r} already: close that first")
+        self._check_free(session, publication, role, side, message.rank)
         handles = (
             message.slots if isinstance(message, Publish) else (() if message.serves is None else (message.serves,))
         )
@@ -265,8 +278,29 @@ class PublicationService:
                 missing={side: missing} if missing else {},
             )
 
-        work = self._entering(session, message, role, side, meeting, handles, segments)
+        work = self._entered_by(session, message, role, side, meeting, handles, segments)
         self._answer(session, request, work, late)
+
+    def _check_free(self, session: WorkerSession, publication: str, role: Role, side: str, number: int) -> None:
+        """ConfigError for what another client of the process holds: Redis knows processes only, so it would take the
+        second client for the first one."""
+        mine = [
+            (one.role, one.name, rank.number)
+            for one, rank in self._entered.values()
+            if (one.publication, rank.holder) == (publication, session.holder)
+        ]
+        mine += [entry[2:] for entry in self._entering if entry[:2] == (publication, session.holder)]
+        where = f"publication {publication!r}"
+        for other_role, name, rank in mine:
+            if (other_role, name, rank) == (role, side, number):
+                raise ConfigError(
+                    f"rank {number} of {side} of {where} {HELD_HERE}, pid {session.holder.pid} on host "
+                    f"{session.holder.shown_host}: close that one first"
+                )
+            if role == other_role == "publisher" and name != side:
+                raise ConfigError(f"{where}: {name} of this process publishes it: a publication has one publisher")
+            if name == side and other_role != role:
+                raise ConfigError(f"{where}: {side} is its {other_role} in this process: give each side its own name")
 
     def _take(
         self, session: WorkerSession, slots: tuple[tuple[TensorHandle, ...], ...], count: int
@@ -279,7 +313,7 @@ class PublicationService:
             raise ProtocolError(f"segments {missing[:3]} were not given to this agent")
         return tuple(session.standing.pop(name) for name in names if name is not None)
 
-    async def _entering(
+    async def _entered_by(
         self,
         session: WorkerSession,
         message: Publish | Subscribe,
@@ -291,8 +325,10 @@ class PublicationService:
     ) -> Published | Subscribed:
         publication, number = message.publication, message.rank
         store, entered = self._store, False
+        entering = (publication, session.holder, role, side, number)
+        self._entering.add(entering)
         try:
-            table = await meeting.table(message, store, self._manifests, session.holder.pid)
+            table = await meeting.table(message, store, self._registrations.manifests, session.holder.pid)
             if role == "subscriber":
                 await self._check_fits(publication, side, table)
             entrance = PublicationRank(
@@ -322,6 +358,7 @@ class PublicationService:
                 self._spawn(self._tell_left(publication, side, number, session.holder, "closed"))
             raise
         finally:
+            self._entering.discard(entering)
             if message.world_size > 1:
                 self._spawn(self._leave_roster(publication, side, number))
         entrance = replace(entrance, serial=found.serial, launch=found.launch)
@@ -409,12 +446,13 @@ class PublicationService:
 
     async def _begin_put(self, side: LocalSide, rank: LocalRank, message: BeginPut) -> SlotGiven:
         store, loop = self._store, asyncio.get_running_loop()
-        patience = loop.time() + message.grace
+        patience, rank.waits = loop.time() + message.grace, ""
         async with store.changes(store.keys.publication_side(side.publication, side.name), ticks=False) as changed:
             while True:
                 found = await store.publications.prepare(
                     side.publication, side.name, side.serial, rank.number, message.number, timeout=math.inf
                 )
+                rank.waits = "another rank has not put the version before" if found.behind else "others read it"
                 buffer = rank.buffers[found.slot]
                 if found.ready or found.readers:
                     buffer.clear()
@@ -438,7 +476,14 @@ class PublicationService:
         for claim in claims & side.hops.keys():
             if claim not in side.overwritten:
                 side.overwritten.add(claim)
-                side.hops[claim].task.end()
+                self._spawn(self._overwrite(side, side.hops[claim]))
+
+    async def _overwrite(self, side: LocalSide, hop: _Hop) -> None:
+        """Redis hears of it first: the subscriber, which releases its claim when the hop has failed, does not know why,
+        and its next hop must not be ended in the same way."""
+        text = f"{side.name} has put a newer version where this one was"
+        await self._release(side, hop.claim, text, overwritten=True)
+        hop.task.end()
 
     async def _end_readers(self, side: LocalSide, rank: LocalRank, slot: int) -> None:
         """Return once nobody here reads a buffer, which is cleared."""
@@ -556,7 +601,7 @@ class PublicationService:
             while len(rank.sources) > MAX_SOURCES:
                 del rank.sources[next(iter(rank.sources))]
             if rank.number == 0:
-                self._spawn(self._renew(rank, claim))
+                self._spawn(self._renew(side, rank, claim))
             for slot, buffer in enumerate(rank.buffers):
                 buffer.clear()
                 self._remember(side, rank, slot, 0, None)
@@ -582,11 +627,19 @@ class PublicationService:
         except EthaError as error:
             outage(log, "publication %s: %s could not take its claim back: %s", side.publication, side.name, error)
 
-    async def _renew(self, rank: LocalRank, claim: SourceClaim) -> None:
-        """Keep the lease of a claim while its hop runs."""
+    async def _renew(self, side: LocalSide, rank: LocalRank, claim: SourceClaim) -> None:
+        """Keep the lease of a claim while its hop runs. A worker that is stopped does not keep its source's place: its
+        claim lapses, and counts all the same if the worker goes on."""
+        batch = hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + HOP_IDLE
         while True:
             await asyncio.sleep(CLAIM_BEAT)
-            if rank.claim is not claim or rank.session is None:
+            session = rank.session
+            if rank.claim is not claim or session is None:
+                return
+            if not self._registrations.moves(session, batch) and loop.time() > until:
+                log.info("publication %s: claim %d of %s is idle", claim.publication, claim.number, side.name)
                 return
             try:
                 if not await self._store.publications.renew(claim):
@@ -637,9 +690,10 @@ class PublicationService:
         publications = self._store.publications
         if any(rank.buffers for rank in side.ranks.values()):
             claims = await publications.claims(side.publication, side.holder)
-            reading = {claim for rank in side.ranks.values() for one in rank.buffers for claim in one.readers}
+            if side.ended:
+                return
             wanted = {number: one.reader for number, one in claims.items()}
-            for number in ended_hops(wanted, {n: hop.reader for n, hop in side.hops.items()}, reading):
+            for number in ended_hops(wanted, {n: hop.claim.reader for n, hop in side.hops.items()}, side.reading()):
                 side.hops[number].task.end()
             for number in sorted(claims.keys() - side.hops.keys()):
                 self._begin_hop(side, claims[number])
@@ -651,7 +705,10 @@ class PublicationService:
             if asked is None or claim is None or rank.session is None:
                 continue
             answer = await publications.claim(asked)
-            if rank.claim is claim and (answer.over or answer.claim is None or answer.claim.number != claim.number):
+            over = answer.over or answer.claim is None or answer.claim.number != claim.number
+            batch = hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot)
+            # A transfer that runs ends by itself, even if its source has left: its agents still hold the memory.
+            if rank.claim is claim and over and not self._registrations.moves(rank.session, batch):
                 text = "its claim has ended: the source has left, or could not send"
                 rank.session.peer.push(
                     ClaimLost(publication=side.publication, subscriber=side.name, claim=claim.number, text=text)
@@ -677,17 +734,13 @@ class PublicationService:
     def _begin_hop(self, side: LocalSide, claim: SourceClaim) -> None:
         def ended(hop: EndableTask[None]) -> None:
             side.hops.pop(claim.number, None)
-            overwritten = claim.number in side.overwritten
             side.overwritten.discard(claim.number)
             side.notify()
             if hop.error is not None:
                 error = hop.error.exceptions[0] if isinstance(hop.error, ExceptionGroup) else hop.error
                 self._hop_failed(side, claim, error)
-            elif overwritten and hop.ended:
-                text = f"{side.name} has put a newer version where this one was"
-                self._spawn(self._release(side, claim, text, overwritten=True))
 
-        side.hops[claim.number] = _Hop(claim.reader, EndableTask(self._spawn, self._hop(side, claim), ended))
+        side.hops[claim.number] = _Hop(claim, EndableTask(self._spawn, self._hop(side, claim), ended))
 
     def _hop_failed(self, side: LocalSide, claim: SourceClaim, error: Exception) -> None:
         """Take the claim out of Redis, so that its subscriber asks again."""
@@ -737,9 +790,13 @@ class PublicationService:
 
     async def _forget_pair(self, pair: str, slots: int) -> None:
         """Remove a pair from Redis that nobody needs any more, if all have left it."""
-        with suppress(EthaError):
-            for slot in range(slots):
-                await self._store.pairs.forget(pair, hop_batch(pair, slot))
+        batches = [hop_batch(pair, slot) for slot in range(slots)]
+        with suppress(EthaError, TimeoutError):
+            async with asyncio.timeout(_FORGET), self._store.changes(self._store.keys.pair(pair)) as changed:
+                while not await self._store.pairs.forget(pair, batches[0]):
+                    await changed()
+                for batch in batches[1:]:
+                    await self._store.pairs.forget(pair, batch)
 
     def _end_side(self, side: LocalSide) -> None:
         """Nobody reads this launch of a side any more: end its hops, and close its memory."""
@@ -752,8 +809,10 @@ class PublicationService:
         self._spawn(self._close_side(side))
 
     async def _close_side(self, side: LocalSide) -> None:
-        for hop in list(side.hops.values()):
-            hop.task.end()
+        reading = side.reading()
+        for number, hop in list(side.hops.items()):
+            if number not in reading or self._leaving:
+                hop.task.end()
         await side.until(lambda: not side.hops)
         for rank in side.ranks.values():
             while rank.workers:
@@ -777,6 +836,8 @@ class PublicationService:
                 self._calls.fail(key, late())
             elif task.error is None:
                 self._calls.answer(key, task.value)
+            elif isinstance(task.error, GroupLostError):  # a script's word for a launch that is over
+                self._calls.fail(key, PeerLostError(task.error.message, reason="died", outcome="withdrawn"))
             elif isinstance(task.error, EthaError):
                 self._calls.fail(key, task.error)
             else:
@@ -807,18 +868,16 @@ def _close_all(segments: tuple[StandingSegment, ...]) -> None:
         segment.close()
 
 
-def _slot_late(side: LocalSide) -> Callable[[], EthaError]:
-    return lambda: TransferTimeoutError(
-        f"put of publication {side.publication!r} ended at its deadline before {side.name} had a slot that nobody "
-        f"reads: a rank of {side.name} has not put the version before, or with slots=1 a transfer still reads it",
-        outcome="withdrawn",
-    )
+def _slot_late(side: LocalSide, rank: LocalRank) -> EthaError:
+    what = f"put of publication {side.publication!r} ended at its deadline before"
+    if not rank.waits:
+        return RedisUnavailableError(f"{what} Redis had answered")
+    return TransferTimeoutError(f"{what} {side.name} rank {rank.number} had a slot: {rank.waits}", outcome="withdrawn")
 
 
-def _redis_late(side: LocalSide) -> Callable[[], EthaError]:
-    return lambda: TransferTimeoutError(
-        f"a call of publication {side.publication!r} ended at its deadline before Redis had answered",
-        outcome="withdrawn",
+def _redis_late(side: LocalSide) -> EthaError:
+    return RedisUnavailableError(
+        f"a call of publication {side.publication!r} ended at its deadline before Redis had answered"
     )
 
 
@@ -833,8 +892,11 @@ def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
 def _claim_late(side: LocalSide, asking: _Asking) -> EthaError:
     request, answer = asking.request, asking.answer
     if answer is None:
-        why = "Redis had not answered"
-    elif request.version is not None:
+        return RedisUnavailableError(
+            f"{side.name} asked for a version of publication {side.publication!r}, and its deadline came before Redis "
+            f"had answered"
+        )
+    if request.version is not None:
         why = f"nobody who holds version {json.dumps(request.version)} had a free place"
     elif answer.seq <= request.newer_than:
         why = f"version {answer.seq} is the newest that was announced" if answer.seq else "nothing was announced yet"

@@ -161,6 +161,11 @@ class RegistrationService:
             raise PeerLostError(closed.message, reason=closed.reason, outcome="withdrawn")
         return found
 
+    def moves(self, session: WorkerSession, batch: str) -> bool:
+        """Whether a transfer of a worker's batch runs."""
+        registration = self._open(session, batch)
+        return registration is not None and registration.moving
+
     def registered_batches(self) -> list[RegisteredBatch]:
         """The batches of the known registrations on which all agents agree."""
         return [one.registered for one in self.known.values() if one.registered is not None]

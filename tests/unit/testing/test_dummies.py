@@ -51,7 +51,7 @@ def test_signatures_are_those_of_the_real_clients(real: type, dummy: type) -> No
     assert "transfer" in public and "init_pair" in public
     for name in public:
         assert inspect.signature(getattr(dummy, name)) == inspect.signature(getattr(real, name)), name
-    assert {name for name in dir(dummy) if not name.startswith("_")} - set(public) == {"fail_next", "lose"}
+    assert {name for name in dir(dummy) if not name.startswith("_")} - set(public) == {"fail_next", "lose", "announce"}
 
 
 @pytest.mark.parametrize("name", ["transfer", "wait_offer", "close", "batch_id", "plan", "version", "atomic"])
@@ -372,3 +372,49 @@ async def test_an_endless_loop_leaves_the_event_loop_to_others_and_can_be_cancel
         with pytest.raises(asyncio.CancelledError):
             await task
         assert (await handle.transfer("send")).ok, "a withdrawn call has torn nothing"
+
+
+def test_a_publication_and_a_subscription_of_one_client(client: DummyTensorBusClient) -> None:
+    side: dict[str, Any] = {"device_mesh": (1,), "placements": {"w": [Replicate()]}}
+    source, target = torch.ones(4), torch.zeros(4)
+    with client.publish("policy", {"w": source}, **side) as publication:
+        with client.subscribe("policy", {"w": target}, subscriber="replica", atomic=True, **side) as subscription:
+            with pytest.raises(etha.TransferTimeoutError, match="announce"):
+                subscription.next(timeout=0.05)
+            assert publication.put("first", wait=1) == etha.PublishedVersion(seq=1, version="first")
+            assert subscription.lag == 1
+            update = subscription.next()
+            assert (update.seq, update.version, update.source, update.bytes) == (1, "first", "trainer", 16)
+            assert (subscription.seq, subscription.version, subscription.lag) == (1, "first", 0)
+            assert target.tolist() == [0.0] * 4  # nothing moves
+            client.announce("policy")
+            assert [one.lag for one in publication.subscribers()] == [1]
+            assert (subscription.next().seq, subscription.version) == (2, None)
+
+
+async def test_a_loop_over_versions_waits_for_what_a_test_announces() -> None:
+    async with AsyncDummyTensorBusClient(device="cpu") as client:
+        subscription = await client.subscribe(
+            "policy",
+            {"w": torch.zeros(4)},
+            subscriber="replica",
+            serve=False,
+            device_mesh=(1,),
+            placements={"w": [Replicate()]},
+        )
+        seen, first = [], asyncio.Event()
+
+        async def follow() -> None:
+            async for update in subscription:
+                seen.append(update.version)
+                first.set()
+                if update.version == 2:
+                    await subscription.close()
+
+        async with asyncio.TaskGroup() as group:
+            following = group.create_task(follow())
+            client.announce("policy", 1)
+            await first.wait()
+            client.announce("policy", 2)
+            await following
+        assert seen == [1, 2]

@@ -1,0 +1,114 @@
+"""Deaths: whoever is left goes on, and what was published is not lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+import etha
+from tests.flow.jobs import Job
+from tests.flow.publishing.fleets import Cut, Fleet
+from tests.flow.publishing.lives import publisher, replica
+from tests.flow.sites import Site
+
+SMALL, LARGE = 1000, 8 << 20
+SHAPES = {"w": (SMALL,)}
+
+
+@pytest.fixture
+def job(site: Site) -> Iterator[Job]:
+    with Job(site.env) as job:
+        yield job
+
+
+@pytest.mark.ways("tcp", "local")
+def test_a_dead_publisher_s_version_is_kept_until_somebody_else_has_it(site: Site, pair: str, job: Job) -> None:
+    trainer = job.start(publisher, pair, SMALL, at=("trainer", 0))
+    assert trainer.expect("published") == 0
+    for version in (7, 8):
+        trainer.go("put", version)
+        assert trainer.expect("put") == version - 6
+    trainer.kill()
+    with pytest.raises(AssertionError):
+        trainer.result()
+    first = job.start(replica, pair, "first", SMALL, at=("first", 0), atomic=True)
+    assert first.expect("held") == (2, 8, 8.0, "trainer")
+    second = job.start(replica, pair, "second", SMALL, at=("second", 0))
+    assert second.expect("held")[:3] == (2, 8, 8.0)
+    third = job.start(replica, pair, "third", SMALL, at=("third", 0))
+    assert third.expect("held")[:3] == (2, 8, 8.0)
+
+
+@pytest.mark.ways("tcp", "local")
+def test_a_publisher_of_another_size_goes_on_with_the_next_number(site: Site, pair: str, job: Job) -> None:
+    trainer = job.start(publisher, pair, SMALL, at=("trainer", 0))
+    trainer.go("put", 1)
+    assert trainer.expect("put") == 1
+    first = job.start(replica, pair, "first", SMALL, at=("first", 0))
+    assert first.expect("held") == (1, 1, 1.0, "trainer")
+    trainer.kill()
+    second = job.start(replica, pair, "second", SMALL, at=("second", 0))
+    assert second.expect("held") == (1, 1, 1.0, "first")
+    trainers = [job.start(publisher, pair, SMALL, rank, 2, at=("trainer", rank)) for rank in range(2)]
+    assert [one.expect("published") for one in trainers] == [1, 1]
+    for one in trainers:
+        one.go("put", 5)
+    assert [one.expect("put") for one in trainers] == [2, 2]
+    for one in (first, second):
+        assert one.expect("held")[:3] == (2, 5, 5.0)
+
+
+@pytest.mark.ways("tcp", "local")
+def test_a_replica_that_dies_costs_nobody_anything(site: Site, pair: str, job: Job) -> None:
+    """One is killed while it receives, and one while it serves."""
+    trainer = job.start(publisher, pair, LARGE, at=("trainer", 0))
+    replicas = [job.start(replica, pair, f"replica-{i}", LARGE, at=(f"replica-{i}", 0), atomic=i < 2) for i in range(4)]
+    for one in replicas:
+        one.expect("subscribed")
+    trainer.go("put", 1)
+    trainer.expect("put")
+    replicas[0].expect("moving")
+    replicas[0].kill()
+    for one in replicas[1:]:
+        assert one.expect("held")[:3] == (1, 1, 1.0)
+    trainer.kill()
+    late = job.start(replica, pair, "late", LARGE, at=("late", 0))
+    late.expect("moving")
+    source = replicas[1]
+    source.kill()
+    assert late.expect("held")[:3] == (1, 1, 1.0)
+
+
+@pytest.mark.ways("tcp", "local")
+def test_the_publisher_is_killed_while_hops_run(site: Site, pair: str, job: Job) -> None:
+    """Its agent sends on without it."""
+    trainer = job.start(publisher, pair, LARGE, at=("trainer", 0))
+    replicas = [job.start(replica, pair, f"replica-{i}", LARGE, at=(f"replica-{i}", 0)) for i in range(3)]
+    for one in replicas:
+        one.expect("subscribed")
+    trainer.go("put", 3)
+    replicas[0].expect("moving")
+    trainer.kill()
+    for one in replicas:
+        assert one.expect("held")[:3] == (1, 3, 3.0)
+
+
+@pytest.mark.ways("tcp", "local")
+async def test_a_rank_of_a_replica_dies_and_the_replica_comes_again(site: Site, pair: str, job: Job) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        other = await fleet.subscribe("other", Cut(), serve=False)
+        await trainer.put(1)
+        ranks = [job.start(replica, pair, "pair", SMALL, rank, 2, at=("pair", rank)) for rank in range(2)]
+        await asyncio.to_thread(lambda: [one.expect("held") for one in ranks])
+        ranks[1].kill()
+        assert (await other.next()).version == 1
+        await trainer.put(2)
+        assert (await other.next()).version == 2
+        with pytest.raises(etha.PeerLostError, match="pair"):  # a subscriber is all of its ranks
+            await asyncio.to_thread(ranks[0].result)
+        again = [job.start(replica, pair, "pair", SMALL, rank, 2, at=("pair", rank)) for rank in range(2)]
+        found = await asyncio.to_thread(lambda: [one.expect("held") for one in again])
+        assert {one[1] for one in found} == {2}

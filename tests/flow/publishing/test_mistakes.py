@@ -1,0 +1,112 @@
+"""What is refused, and in which words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+import etha
+from tests.flow.publishing.fleets import Cut, Fleet
+from tests.flow.sites import Site
+
+SHAPES = {"w": (6, 4), "b": (3,)}
+
+pytestmark = pytest.mark.ways("local")
+
+
+async def test_a_subscriber_that_cannot_serve(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        with pytest.raises(etha.ConfigError, match=r"etha\.empty.*atomic=True.*serve=False"):
+            await fleet.subscribe("replica", Cut())
+        client = site.client("replica", 0)
+        async with client:
+            regions: Any = {"w": [[(0, 2)], [(0, 4)]]}
+            with pytest.raises(etha.ConfigError, match="serve=False"):
+                await client.subscribe(pair, {"w": torch.zeros(2, 4)}, subscriber="r", regions=regions, shapes=SHAPES)
+
+
+async def test_tensors_that_do_not_fit(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        await fleet.publish(Cut())
+        for shapes, code, name in (
+            ({"w": (6, 5), "b": (3,)}, "shape_mismatch", "w"),
+            ({"w": (6, 4)}, "missing_name", "b"),
+            ({"w": (6, 4), "b": (3,), "c": (1,)}, "unknown_name", "c"),
+        ):
+            async with Fleet(site, pair, shapes) as other:
+                with pytest.raises(etha.RegistrationError, match="others") as raised:
+                    await other.subscribe("replica", Cut(world=2), serve=False)
+                assert [(v.code, v.name) for v in raised.value.violations] == [(code, name)]
+
+
+async def test_a_rank_that_does_not_come(site: Site, pair: str) -> None:
+    options: dict[str, Any] = {"expected_world_size": 2, "rank": 0, "device_mesh": (2,), "timeout": 0.5}
+    placements = Cut().placements(SHAPES)
+    async with site.client("trainer", 0) as client:
+        with pytest.raises(etha.RendezvousTimeoutError, match="trainer rank 1") as raised:
+            await client.publish(pair, Cut().held(SHAPES, 0, 0), placements=placements, **options)
+        assert raised.value.missing == {"trainer": (1,)}
+        with pytest.raises(etha.RendezvousTimeoutError, match="replica rank 1"):
+            await client.subscribe(
+                pair, Cut().held(SHAPES, 0, 0), subscriber="replica", placements=placements, serve=False, **options
+            )
+
+
+async def test_names_that_are_taken(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        await fleet.publish(Cut())
+        await fleet.subscribe("replica", Cut(), serve=False)
+        with pytest.raises(etha.ConfigError, match="trainer"):
+            await fleet.publish(Cut())
+        with pytest.raises(etha.ConfigError, match="trainer"):
+            await fleet.publish(Cut(), publisher="another")
+        with pytest.raises(etha.ConfigError, match="replica"):
+            await fleet.subscribe("replica", Cut(), serve=False)
+        with pytest.raises(etha.ConfigError, match="trainer"):
+            await fleet.subscribe("trainer", Cut(), serve=False)
+
+
+async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(), serve=False)
+        (subscription,), (publication,) = replica.subscriptions, trainer.publications
+        with pytest.raises(etha.TransferTimeoutError, match="nothing was announced"):
+            await subscription.next(timeout=0.2)
+        with pytest.raises(etha.ConfigError, match="atomic=True"):
+            await subscription.next(on_commit=lambda: None)
+        with pytest.raises(etha.ConfigError, match="wait="):
+            await publication.put(1, wait=-1)
+        waiting = asyncio.ensure_future(subscription.next())
+        await replica.clients[0].status()
+        with pytest.raises(etha.ConfigError, match="another call"):
+            await subscription.next()
+        await trainer.put(1)
+        assert (await waiting).version == 1
+        with pytest.raises(etha.TransferTimeoutError, match="version 1 is the newest"):
+            await subscription.next(timeout=0.2)
+        trainer.tensors[0]["w"].data = torch.zeros(6, 4)
+        with pytest.raises(etha.RegistrationError, match="'w'"):
+            await publication.put(2)
+        await subscription.close()
+        with pytest.raises(etha.ConfigError, match="closed"):
+            await subscription.next()
+        await publication.close()
+        with pytest.raises(etha.ConfigError, match="closed"):
+            await publication.put(3)
+
+
+async def test_ranks_that_put_different_labels(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut(world=2))
+        found = await asyncio.gather(
+            *(one.put(number) for number, one in enumerate(trainer.publications)), return_exceptions=True
+        )
+        errors = [one for one in found if isinstance(one, BaseException)]
+        assert [type(error) for error in errors] == [etha.ConfigError] and "same on all ranks" in str(errors[0])
+        failed = trainer.publications[found.index(errors[0])]
+        with pytest.raises(etha.ConfigError, match="publish again"):
+            await failed.put(5)

@@ -1,0 +1,116 @@
+"""``put`` waits for nobody, except where that is asked for; what a slow subscriber reads is not overwritten."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+import etha
+from tests.flow.publishing.fleets import Cut, Fleet, Replica
+from tests.flow.sites import Site
+
+SHAPES = {"w": (64, 33), "b": (7,)}
+ROWS, COLUMNS = Cut(world=2, dims={"w": 0}), Cut(world=2, dims={"w": 1})
+
+
+@asynccontextmanager
+async def frozen(replica: Replica) -> AsyncIterator[None]:
+    """The agent of a subscriber, which is on a host of its own, is stopped."""
+    pid = (await replica.clients[0].status())["agent"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def where(side: str, rank: int) -> str:
+    """The stopped agent is not one that other tests use."""
+    return {"trainer": "a", "slow": "s"}.get(side, "b")
+
+
+@pytest.mark.ways("tcp")
+async def test_versions_go_on_while_a_subscriber_is_stuck(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(ROWS, slots=3)
+        slow = await fleet.subscribe("slow", COLUMNS, atomic=True)
+        quick = await fleet.subscribe("quick", Cut(), serve=False)
+        waiting = asyncio.ensure_future(slow.next())
+        await asyncio.gather(*(client.status() for client in slow.clients))
+        async with frozen(slow):
+            for version in range(1, 6):
+                put = await trainer.put(version, timeout=20)
+                assert (put.seq, put.version) == (version, version)
+            assert (await quick.next()).version == 5
+        update = await waiting
+        assert update.version is not None and (update.version == 5 or (await slow.next()).version == 5)
+
+
+@pytest.mark.ways("tcp")
+async def test_the_only_slot_is_taken_from_a_subscriber_that_is_stuck(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(ROWS, slots=1)
+        slow = await fleet.subscribe("slow", COLUMNS, atomic=True)
+        waiting = asyncio.ensure_future(slow.next())
+        await asyncio.gather(*(client.status() for client in slow.clients))
+        async with frozen(slow):
+            await trainer.put(1)
+            assert (await trainer.put(2, grace=0.5, timeout=30)).seq == 2
+        assert (await waiting).version == 2
+
+
+@pytest.mark.ways("local", "tcp")
+async def test_a_put_may_wait_until_others_hold_it(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first, second = (
+            await fleet.subscribe("first", COLUMNS, mapped=True),
+            await fleet.subscribe("second", Cut(), serve=False),
+        )
+        both = asyncio.gather(first.next(), second.next())
+        assert (await trainer.put(1, wait=2)).seq == 1
+        assert {update.version for update in await both} == {1}
+        with pytest.raises(etha.TransferTimeoutError, match="wait=2"):
+            await trainer.put(2, wait=2, timeout=0.5)
+        assert (await first.next()).version == 2
+
+
+@pytest.mark.ways("local", "tcp")
+async def test_who_follows(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first = await fleet.subscribe("first", COLUMNS, mapped=True)
+        await fleet.subscribe("idle", Cut(), serve=False)
+        await trainer.put(1)
+        await first.next()
+        await trainer.put(2)
+        await trainer.put(3)
+        await asyncio.gather(*(client.status() for client in first.clients))
+        found = {one.name: one for one in await trainer.publications[1].subscribers()}
+        assert set(found) == {"first", "idle"}
+        state = found["first"]
+        assert (state.ranks, state.seq, state.version, state.lag, state.source) == (2, 1, 1, 2, "trainer")
+        assert state.lag_seconds > 0 and state.error == ""
+        assert (found["idle"].seq, found["idle"].version, found["idle"].lag) == (0, None, 3)
+        assert first.subscriptions[0].seq == 1
+
+
+@pytest.mark.ways("local", "tcp")
+async def test_an_older_version_comes_back_while_somebody_has_it(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS, slots=3)
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        for version in (1, 2):
+            await trainer.put(version)
+            await replica.next()
+        assert (await replica.next(version=1)).seq == 1
+        assert (await replica.next()).version == 2
+        for version in (3, 4):
+            await trainer.put(version)
+        with pytest.raises(etha.ConfigError, match="1"):
+            await replica.subscriptions[0].next(version=1)
