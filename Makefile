@@ -98,7 +98,7 @@ test-more: install
 	@$(PRIVATE) lint=; $(call TEST,more)
 
 # What `make test` skipped on a machine without these programs (a list with commas: make test-tools NEEDING=ip,nft).
-NEEDING ?= redis-server,ip,nft,node,openssl,prometheus,promtool,unshare
+NEEDING ?= redis-server,ip,nft,node,openssl,prometheus,promtool,unshare,chromium
 test-tools: install
 	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider -m "not proof and not faults and not chaos and not soak" \
 		tests --ways local,tcp,three --needing $(NEEDING) $(PYTEST)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from etha.commands import agents, demo, doctor, events, logs, plans, publications, traces
+from etha.commands import agents, dashboard, demo, doctor, events, logs, plans, publications, traces
 from etha.commands.terminal import err
 from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
@@ -87,6 +87,7 @@ COMMANDS = (
     agents.stop,
     publications.publications,
     events.events,
+    dashboard.dashboard,
     logs.logs,
     traces.trace,
     plans.plan,

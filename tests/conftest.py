@@ -23,6 +23,7 @@ if importlib.util.find_spec("hypothesis"):  # the environments of `make gpu` and
 
 #: Debian's package of each program that a test may need.
 PACKAGES = {
+    "chromium": "chromium",
     "ip": "iproute2",
     "nft": "nftables",
     "node": "nodejs",

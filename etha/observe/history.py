@@ -18,7 +18,8 @@ from etha.observe.sentences import event_sentence, name_places, sentence, transf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """One line of ``etha events``. ``where`` is "pair/batch" or a pair; ``details`` is what ``--json`` adds."""
+    """One line of ``etha events``. ``where`` is "pair/batch", a pair or an elastic group; ``details``: what ``--json``
+    adds."""
 
     at: float
     host: str
@@ -103,7 +104,7 @@ def of_event(event: Mapping[str, Any]) -> Happening:
     """An entry of the stream of Redis, with its ``id``."""
     milliseconds = str(event.get("id", "")).partition("-")[0]
     at = float(milliseconds) / 1000 if milliseconds.isdecimal() else 0.0
-    pair, batch = str(event.get("pair", "")), str(event.get("batch", ""))
+    pair, batch = str(event.get("pair", event.get("group", ""))), str(event.get("batch", ""))
     stamp = event.get("at")
     return Happening(
         at=float(stamp) if stamp is not None and _is_time(stamp) else at,
@@ -111,7 +112,9 @@ def of_event(event: Mapping[str, Any]) -> Happening:
         device=str(event.get("device", "")) if stamp is not None else "",
         where=f"{pair}/{batch}" if batch else pair,
         text=event_sentence(event),
-        failed="failed" in event or (event.get("kind") == "lost" and event.get("reason") != "closed"),
+        failed="failed" in event
+        or (event.get("kind") == "lost" and event.get("reason") != "closed")
+        or ("group" in event and event.get("reason") in ("died", "torn")),
         details=dict(event),
     )
 

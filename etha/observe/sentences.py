@@ -176,6 +176,11 @@ _EVENTS = {
     "closed": "no rank holds the batch any more",
     "restored": "Redis had lost the pair, and agents wrote it again",
 }
+#: Those of elastic groups.
+_GROUP_EVENTS = {
+    "formed": "epoch {epoch} is formed, with {text}",
+    "left": "replica {replica} left: {text}",
+}
 
 
 class _Fields(dict[str, str]):
@@ -186,6 +191,11 @@ class _Fields(dict[str, str]):
 def event_sentence(event: Mapping[str, Any]) -> str:
     """What an entry of the stream of Redis says."""
     kind = str(event.get("kind", ""))
+    if "group" in event and kind in _GROUP_EVENTS:
+        text = event.get("text") or event.get("reason", "")
+        return _GROUP_EVENTS[kind].format_map(
+            _Fields({**{str(n): str(v) for n, v in event.items()}, "text": str(text)})
+        )
     if (text := event.get("text")) and kind not in _EVENTS:
         return str(text)
     fields = {str(name): str(value) for name, value in event.items()}

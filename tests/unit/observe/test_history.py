@@ -158,3 +158,13 @@ def test_an_incident_says_its_reason() -> None:
 @pytest.mark.parametrize("at", ["1e300", "1e400", "nan", "-1", "soon"])
 def test_an_entry_of_redis_with_a_time_that_is_none_has_that_of_its_id(at: str) -> None:
     assert of_event({"id": "1700000000000-0", "kind": "worker_died", "at": at, "text": "x"}).at == 1.7e9
+
+
+def test_events_of_an_elastic_group_name_it_and_its_replicas() -> None:
+    formed = of_event({"id": "5500-3", "kind": "formed", "group": "dp", "epoch": "3", "text": "a, b"})
+    assert (formed.where, formed.text, formed.failed) == ("dp", "epoch 3 is formed, with a, b", False)
+    text = "rank 0 of replica c (pid 7 on host n) died"
+    died = of_event({"id": "5501-0", "kind": "left", "group": "dp", "replica": "c", "reason": "died", "text": text})
+    assert (died.where, died.text, died.failed) == ("dp", f"replica c left: {text}", True)
+    left = of_event({"id": "5501-0", "kind": "left", "group": "dp", "replica": "c", "reason": "closed", "text": "bye"})
+    assert not left.failed

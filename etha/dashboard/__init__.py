@@ -1,0 +1,1 @@
+"""The page of ``etha dashboard``: what it shows (``model``), where that comes from (``collector``), the server."""
