@@ -14,6 +14,8 @@ VLLM_BIN := $(VLLM)/bin
 VLLM_EXAMPLE := examples/vllm_weight_sync
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet
 # torchft, whose own tests of process groups run against Etha's: an environment of its own over this one's torch.
+# MkDocs and what it needs, which Etha does not.
+DOCS := .venv-docs
 TORCHFT := .venv-torchft
 TORCHFT_STAMP := $(TORCHFT)/.installed
 VLLM_STAMP := $(VLLM)/.installed
@@ -24,7 +26,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
+.PHONY: docs install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -219,6 +221,16 @@ gpu:
 		$(PYTEST) || tests=$$?; \
 	$(PYTHON) bench/transfer.py --device cuda --save "bench/results/$$(date -u +%F)-gpu.md" $(BENCH) && exit $$tests
 
+# The docs as a site, in build/site: strict, and every link of the built pages leads somewhere.
+$(DOCS)/.installed: site/constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip --disable-pip-version-check install --quiet --requirement site/constraints.txt
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean --config-file site/mkdocs.yml
+	$(DOCS)/bin/python site/check.py build/site
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) $(DOCS) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
