@@ -14,6 +14,8 @@ VLLM_BIN := $(VLLM)/bin
 VLLM_EXAMPLE := examples/vllm_weight_sync
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet
 # torchft, whose own tests of process groups run against Etha's: an environment of its own over this one's torch.
+# What builds and checks what is published.
+RELEASE := .venv-release
 # MkDocs and what it needs, which Etha does not.
 DOCS := .venv-docs
 TORCHFT := .venv-torchft
@@ -26,7 +28,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: docs install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
+.PHONY: docs dist wheel install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -231,6 +233,20 @@ docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean --config-file site/mkdocs.yml
 	$(DOCS)/bin/python site/check.py build/site
 
+# What is published, into dist/: the source distribution, and the wheel that is made of it.
+$(RELEASE)/.installed: release/requirements.txt
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip --disable-pip-version-check install --quiet --requirement release/requirements.txt
+	touch $@
+
+dist: $(RELEASE)/.installed
+	PATH="$(CURDIR)/$(RELEASE)/bin:$$PATH" release/build.sh $(TAG)
+
+# That wheel in an empty environment, as a user installs it: sizes, the demo, then the source distribution.
+wheel: dist
+	$(CHECK_PYTHON)
+	TORCH_INDEX=$(TORCH_INDEX) release/try.sh $(PYTHON)
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) $(DOCS) $(RELEASE) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

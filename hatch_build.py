@@ -16,7 +16,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?:)[^)]*\)")
-LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)[^)]*\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)[^)]*\)")
 
 
 def portable(readme: str) -> str:
