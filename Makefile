@@ -14,6 +14,9 @@ VLLM_BIN := $(VLLM)/bin
 VLLM_EXAMPLE := examples/vllm_weight_sync
 VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet
 # torchft, whose own tests of process groups run against Etha's: an environment of its own over this one's torch.
+# Tools that check deploy/, and Ray.
+DEPLOY := .venv-deploy
+RAY := .venv-ray
 # What builds and checks what is published.
 RELEASE := .venv-release
 # MkDocs and what it needs, which Etha does not.
@@ -28,7 +31,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: docs dist wheel install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
+.PHONY: docs dist wheel deploy-check ray install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -247,6 +250,27 @@ wheel: dist
 	$(CHECK_PYTHON)
 	TORCH_INDEX=$(TORCH_INDEX) release/try.sh $(PYTHON)
 
+# Each file of deploy/ by a tool that knows its kind: shellcheck, schemas of Kubernetes and Compose, hadolint, systemd-analyze.
+$(DEPLOY)/.installed: deploy/requirements.txt
+	test -x $(DEPLOY)/bin/python || $(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY)/bin/python -m pip --disable-pip-version-check install --quiet --requirement deploy/requirements.txt
+	touch $@
+
+deploy-check: $(DEPLOY)/.installed
+	PATH="$(CURDIR)/$(DEPLOY)/bin:$$PATH" deploy/check.sh
+
+# Two actors of a Ray on this machine, in an environment of its own over this one's.
+$(RAY)/.installed: $(STAMP) deploy/ray/constraints.txt
+	test -x $(RAY)/bin/python || $(PYTHON) -m venv $(RAY)
+	printf '%s\n' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$(CURDIR)" \
+		>"$$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/etha.pth"
+	$(RAY)/bin/python -m pip --disable-pip-version-check install --quiet --ignore-installed --requirement deploy/ray/constraints.txt
+	touch $@
+
+ray: $(RAY)/.installed
+	@$(PRIVATE) export HOME="$$tmp" ETHA_RUNTIME_DIR="$$tmp/etha" ETHA_IDLE=1 RAY_USAGE_STATS_ENABLED=0; \
+		PATH="$(CURDIR)/$(RAY)/bin:$$PATH" $(RAY)/bin/python deploy/ray/two_actors.py
+
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) $(RELEASE) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) $(DOCS) $(RELEASE) $(DEPLOY) $(RAY) $(LIBRARY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

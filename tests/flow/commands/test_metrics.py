@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -97,13 +97,14 @@ async def test_a_port_that_is_taken_is_a_warning_and_not_the_end(
 
 
 @contextmanager
-def prometheus(room: Path, targets: list[str]) -> Iterator[str]:
-    """A Prometheus that scrapes ``targets`` every second; the address of its API."""
+def prometheus(room: Path, targets: list[str], rules: Sequence[Path] = ()) -> Iterator[str]:
+    """A Prometheus that scrapes ``targets`` every second and evaluates these files of rules; the address of its API."""
     config = room / "prometheus.yml"
     config.write_text(
         json.dumps(
             {
-                "global": {"scrape_interval": "1s"},
+                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                "rule_files": [str(path) for path in rules],
                 "scrape_configs": [{"job_name": "etha", "static_configs": [{"targets": targets}]}],
             }
         )
