@@ -61,22 +61,18 @@ UNUSED = (
 
 
 @pytest.mark.slow
-def test_importing_every_name_adds_less_than_a_third_of_a_second_to_torch() -> None:
+def test_importing_every_name_imports_nothing_that_is_not_used() -> None:
     code = """
-import sys, time, torch
-had, began = set(sys.modules), time.process_time()
+import sys, torch
+had = set(sys.modules)
 from etha import *
 TensorBusClient, AsyncTensorBusClient, empty, share_module, redistribute
-print(time.process_time() - began, *sorted(set(sys.modules) - had))
+print(*sorted(set(sys.modules) - had))
 """
-    runs = []
-    for _ in range(3):
-        done = python("-W", "error", "-c", code)
-        assert done.returncode == 0, done.stderr
-        seconds, *names = done.stdout.split()
-        assert [name for name in names if any(f"{name}.".startswith(f"{other}.") for other in UNUSED)] == []
-        runs.append(float(seconds))
-    assert min(runs) < 0.3, runs
+    done = python("-W", "error", "-c", code)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.split()
+    assert [name for name in names if any(f"{name}.".startswith(f"{other}.") for other in UNUSED)] == []
 
 
 @pytest.mark.slow

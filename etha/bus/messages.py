@@ -6,7 +6,7 @@
                       Publish BeginPut FinishPut WaitHeld GetSubscribers ClosePublication
                       Subscribe ClaimVersion EndHop CloseSubscription LeavePair
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost, BatchLost, Progress, Pull, GroupChanging, AskGroupProgress, Announced, ClaimLost
+    agent -> worker, unasked   PairLost BatchLost Progress Pull GroupChanging AskGroupProgress Announced ClaimLost
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -21,8 +21,10 @@ from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
 from etha.memory.handles import span_nbytes
-from etha.memory.pull import PullTable
 from etha.plan import Layout
+
+if TYPE_CHECKING:
+    from etha.memory.pull import PullTable
 
 #: Of a worker that cannot copy what it has received into its own tensors.
 COMMITTED_ALL_THE_SAME = "The transfer is committed, and this worker alone has not received it. "

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
@@ -25,7 +25,6 @@ from etha.bus.messages import Moved, Progress, Pull, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.memory.base import Mark, StagedTensors
-from etha.client.pull import CallPulls
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -39,6 +38,9 @@ from etha.errors import (
     with_note,
 )
 from etha.phases import NO_PHASES
+
+if TYPE_CHECKING:
+    from etha.client.pull import CallPulls
 
 log = logging.getLogger(__name__)
 
@@ -223,7 +225,9 @@ async def _once(
         if isinstance(message, Progress):
             progress.tell(message.done, message.total)
         elif isinstance(message, Pull):
-            pulls.append(CallPulls(registration, link))
+            from etha.client import pull  # here, because most calls copy nothing themselves
+
+            pulls.append(pull.CallPulls(registration, link))
             pulls[0].begin(message)
 
     def late() -> TransferError:

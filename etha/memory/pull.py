@@ -10,13 +10,16 @@ import os
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.memory.process import IoVec, ProcessMemory
 from etha.memory.reach import AccessError, ReachError, WorkerGoneError
-from etha.native.pull import PullLibrary, PullStruct, load_pull
+
+if TYPE_CHECKING:
+    from etha.native.pull import PullLibrary
 
 #: Most threads of one pull.
 MAX_THREADS = 16
@@ -113,10 +116,19 @@ def _merged(spans: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return merged
 
 
+def load_pull() -> PullLibrary | None:
+    """The compiled library; None where Python has to copy."""
+    from etha.native import pull  # here, because most workers and agents never pull
+
+    return pull.load_pull()
+
+
 class PullRun:
     """One run of a table on ``threads`` threads. ``run`` blocks; ``stop`` may be called from any thread at any time."""
 
     def __init__(self, table: PullTable, threads: int) -> None:
+        from etha.native.pull import PullStruct
+
         self._table, self._threads = table, max(1, min(threads, MAX_THREADS))
         self._struct = PullStruct(threads=self._threads)
 
