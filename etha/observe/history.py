@@ -18,8 +18,8 @@ from etha.observe.sentences import event_sentence, name_places, sentence, transf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Happening:
-    """One line of ``etha events``. ``where`` is "pair/batch", a pair or an elastic group; ``details``: what ``--json``
-    adds."""
+    """One line of ``etha events``. ``where`` is "pair/batch" or a pair, "group/replica" or a group; ``details`` is what
+    ``--json`` adds."""
 
     at: float
     host: str
@@ -39,8 +39,8 @@ class Happening:
         return name_places(self.places) or "/".join(filter(None, [self.host, self.device])) or "redis"
 
     def fits(self, only: str, *, failed: bool = False) -> bool:
-        """Whether it is about the pair, the batch or the pair/batch ``only`` ("": anything), and with ``failed`` a
-        failure."""
+        """Whether it is about the pair, batch, group or replica ``only``, or about pair/batch or group/replica ("":
+        anything), and with ``failed`` a failure."""
         about = not only or self.where == only or self.where.startswith(f"{only}/") or self.where.endswith(f"/{only}")
         return about and (self.failed or not failed)
 
@@ -104,13 +104,14 @@ def of_event(event: Mapping[str, Any]) -> Happening:
     """An entry of the stream of Redis, with its ``id``."""
     milliseconds = str(event.get("id", "")).partition("-")[0]
     at = float(milliseconds) / 1000 if milliseconds.isdecimal() else 0.0
-    pair, batch = str(event.get("pair", event.get("group", ""))), str(event.get("batch", ""))
+    whole, part = ("group", "replica") if "group" in event else ("pair", "batch")
+    about = [str(event.get(name, "")) for name in (whole, part)]
     stamp = event.get("at")
     return Happening(
         at=float(stamp) if stamp is not None and _is_time(stamp) else at,
         host=str(event.get("on", "")),
         device=str(event.get("device", "")) if stamp is not None else "",
-        where=f"{pair}/{batch}" if batch else pair,
+        where="/".join(filter(None, about)),
         text=event_sentence(event),
         failed="failed" in event
         or (event.get("kind") == "lost" and event.get("reason") != "closed")

@@ -183,6 +183,13 @@ _GROUP_EVENTS = {
 }
 
 
+#: Those of them that are about an elastic group.
+_GROUP_EVENTS = {
+    "left": "the replica is over: {text}",
+    "formed": "epoch {epoch} is formed: {text}",
+}
+
+
 class _Fields(dict[str, str]):
     def __missing__(self, name: str) -> str:
         return "?"
@@ -199,6 +206,8 @@ def event_sentence(event: Mapping[str, Any]) -> str:
     if (text := event.get("text")) and kind not in _EVENTS:
         return str(text)
     fields = {str(name): str(value) for name, value in event.items()}
+    if "group" in fields and kind in _GROUP_EVENTS:
+        return _GROUP_EVENTS[kind].format_map(_Fields(fields))
     if kind in _EVENTS:
         return _EVENTS[kind].format_map(_Fields(fields))
     rest = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("id", "kind", "pair", "batch"))

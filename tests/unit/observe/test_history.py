@@ -160,11 +160,10 @@ def test_an_entry_of_redis_with_a_time_that_is_none_has_that_of_its_id(at: str) 
     assert of_event({"id": "1700000000000-0", "kind": "worker_died", "at": at, "text": "x"}).at == 1.7e9
 
 
-def test_events_of_an_elastic_group_name_it_and_its_replicas() -> None:
-    formed = of_event({"id": "5500-3", "kind": "formed", "group": "dp", "epoch": "3", "text": "a, b"})
-    assert (formed.where, formed.text, formed.failed) == ("dp", "epoch 3 is formed, with a, b", False)
-    text = "rank 0 of replica c (pid 7 on host n) died"
-    died = of_event({"id": "5501-0", "kind": "left", "group": "dp", "replica": "c", "reason": "died", "text": text})
-    assert (died.where, died.text, died.failed) == ("dp", f"replica c left: {text}", True)
-    left = of_event({"id": "5501-0", "kind": "left", "group": "dp", "replica": "c", "reason": "closed", "text": "bye"})
-    assert not left.failed
+def test_events_of_elastic_groups_name_group_and_replica() -> None:
+    over = "rank 0 of replica b (pid 7 on host h) died"
+    left = of_event({"id": "2000-0", "kind": "left", "group": "dp", "replica": "b", "reason": "died", "text": over})
+    formed = of_event({"id": "3000-0", "kind": "formed", "group": "dp", "epoch": "4", "text": "a, c"})
+    assert (left.where, left.text) == ("dp/b", f"the replica is over: {over}")
+    assert (formed.where, formed.text) == ("dp", "epoch 4 is formed: a, c")
+    assert [one.fits(only) for one in (left, formed) for only in ("dp", "b", "dp/b")] == [True] * 4 + [False] * 2
