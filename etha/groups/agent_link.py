@@ -70,6 +70,11 @@ class GroupAgentLink:
         """The thread of this process's clients, while this link is open."""
         return self._membership.loop_thread
 
+    @property
+    def connected(self) -> bool:
+        """Whether an agent is there now; on the loop's thread."""
+        return self._link is not None and not self._link.lost.done()
+
     def call(self, message: Any, timeout: float) -> Any:
         """Ask the agent and wait for its answer; over several agents if one ends meanwhile.
 
@@ -305,9 +310,20 @@ class EpochStore(SimpleStore):
         values: dict[str, bytes] = (await self._link.ask(message, self._seconds)).values
         return values[name]
 
+    async def peek(self, key: str, timeout: float) -> bytes:
+        """A value, or nothing if it is not there or no agent is; on the loop's thread, and of an epoch that has ended,
+        too."""
+        if not self._link.connected:  # a new agent must not be waited for, and its start not be cut short
+            return b""
+        name = self._name(key)
+        message = GetValues(group=self._group, epoch=self._epoch, names=(name,), wait=False)
+        values: dict[str, bytes] = (await self._link.ask(message, timeout)).values
+        return values.get(name, b"")
+
     async def say(self, key: str, value: bytes) -> None:
-        """``set``, on the loop's thread."""
-        message = PutValues(group=self._group, epoch=self._epoch, values={self._name(key): value})
+        """``set`` what nobody has set before, on the loop's thread."""
+        name = self._name(key)
+        message = SwapValue(group=self._group, epoch=self._epoch, name=name, expected=b"", desired=value)
         await self._link.ask(message, self._seconds)
 
     def delete_key(self, key: str) -> bool:

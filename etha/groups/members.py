@@ -65,6 +65,10 @@ log = logging.getLogger(__name__)
 _MISFITS = ConfigError | LayoutError | RegistrationError
 #: Seconds that ``begin`` waits for members whose agents do not answer.
 GRACE = 3.0
+#: So often a step is begun by a loop that seems to have no ``commit``: a Sampler and an Optimizer begin it, too.
+_MANY_BEGINS = 10
+#: Seconds that a member waits at most until others can read, or until it has read, why a load has failed.
+_NEWS = 2.0
 #: Seconds after which a member that has voted no ends the calls of the step, in which others may wait for it.
 RELEASE = 1.0
 
@@ -166,6 +170,8 @@ class Members:
         self._half_loaded = False
         self._failures = 0
         self._begun = self._left = self._recovered = False
+        #: Calls of ``begin`` since the last ``commit``.
+        self._begins = 0
         self._ended: GroupLostError | None = None
         #: Replicas of the epoch before that are not in this one.
         self._lost: tuple[str, ...] = ()
@@ -225,6 +231,15 @@ class Members:
         patience = 2 * self.timeout + self._grace if timeout is None else _seconds("timeout", timeout)
         if self._begun and self._quorum is not None:
             # A Sampler or an Optimizer has begun this step. An error since then is the vote's affair.
+            self._begins += 1
+            if self._begins == _MANY_BEGINS:
+                log.warning(
+                    "group %s: step %d was begun %d times and never committed, so it goes on, and a Sampler gives its "
+                    "batch again: call commit() once in each step",
+                    self.name,
+                    self._quorum.step,
+                    self._begins,
+                )
             return self._quorum
         changed, self._recovered = False, False
         # A wish that only this member has heard of must be voted on first, so that all change at the same step.
@@ -235,7 +250,7 @@ class Members:
                 self._state.check()  # now, and not when somebody joins whom this member could not serve
             self._change(time.monotonic() + patience)
             changed = True
-        self._begun = True
+        self._begun, self._begins = True, 1
         self._quorum = Quorum(
             epoch=self._epoch,
             rank=self._mine,
@@ -259,7 +274,7 @@ class Members:
         if not isinstance(ok, bool | np.bool_ | torch.Tensor):
             raise GroupError(f"commit({ok!r}): True or False is needed")
         ok = bool(ok)
-        self._begun = False
+        self._begun, self._begins = False, 0
         error = self._step_error()
         ballot = Ballot(
             nays=int(not ok or error is not None),
@@ -468,6 +483,7 @@ class Members:
             return True
         log.warning("group %s: epoch %d could not be formed: %s", self.name, formed.epoch, failed)
         self._break_off()  # nobody needs to wait for this member
+        self._report_loads(loads)
         if met:
             self._suspect(failed)
         else:
@@ -502,8 +518,23 @@ class Members:
                 elif target == self._mine:
                     self._load(state, source)
             except Exception as error:
-                self._say_failed(target, error)
+                if isinstance(error, _MISFITS):  # who sees the end of this epoch is to find out why
+                    news = self._news_store(target, _NEWS)
+                    self._link.loop_thread.call(_said(news, self._failure(error)))
+                else:
+                    self._say_failed(target, error)
                 raise
+
+    def _report_loads(self, loads: list[tuple[int, int]]) -> None:
+        """Log why others could not load, as far as they have said so."""
+        for _, target in loads:
+            if target == self._mine:
+                continue
+            with suppress(EthaError):
+                found = self._link.loop_thread.call(self._news_store(target).peek("failed", _NEWS))
+                if found:
+                    name = self._seats[target].replica
+                    log.warning("group %s: %s could not load: %s", self.name, name, found.decode(errors="replace"))
 
     def _serve(self, state: MemberState, target: int) -> None:
         """Let ``target`` have the state as it is now. Returns as soon as it may change."""
@@ -579,13 +610,16 @@ class Members:
             handover.give_up("a member of the epoch has ended")
         return handover
 
-    def _news_store(self, target: int) -> EpochStore:
+    def _news_store(self, target: int, seconds: float | None = None) -> EpochStore:
         """Where the ranks of a load say to each other that they have failed."""
-        return self._store(self._epoch, f"load/{target}", self.timeout, everywhere=True)
+        seconds = self.timeout if seconds is None else seconds
+        return self._store(self._epoch, f"load/{target}", seconds, everywhere=True)
 
     def _say_failed(self, target: int, error: Exception) -> None:
-        text = f"{self.replica} rank {self.rank}: {error}"
-        self._link.loop_thread.spawn(_said(self._news_store(target), text))
+        self._link.loop_thread.spawn(_said(self._news_store(target), self._failure(error)))
+
+    def _failure(self, error: Exception) -> str:
+        return f"{self.replica} rank {self.rank}: {error}"
 
     def _end_handovers(self, why: str) -> None:
         """From any thread: no state of an older epoch is sent any more."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
+import threading
 import time
 import traceback
 from collections import defaultdict
@@ -94,6 +96,15 @@ def train(trainer: Trainer) -> None:
     members.leave()
 
 
+def never_commit(trainer: Trainer) -> None:
+    """Begin steps and never commit one."""
+    from etha.groups.members import Members
+
+    with Members("dp", replica=trainer.name) as members:
+        for _ in range(20):
+            assert members.begin().step == 0
+
+
 def learn(trainer: Trainer) -> None:
     """Train a real model, whose state a newcomer loads; the weights in the log are a checksum of everything."""
     import torch
@@ -145,12 +156,25 @@ def _put(into: list[int], values: tuple[int, ...]) -> None:
     into[:] = values
 
 
+class _WarningWords(logging.Handler):
+    """Warnings of the rank's main thread are words of the rank, too. (Two threads cannot use a pipe at once.)"""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__(logging.WARNING)
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == threading.main_thread().ident:
+            self._pipe.send(record.getMessage())
+
+
 def _run(body: Callable[[Trainer], None], trainer: Trainer, env: dict[str, str], agents: str | None) -> None:
     for name in [name for name in os.environ if name.startswith("ETHA_") or name in ("RANK", "WORLD_SIZE")]:
         del os.environ[name]
     os.environ.update(env)
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 shows where a rank that hangs is
     nursery.use(agents)
+    logging.getLogger("etha.groups").addHandler(_WarningWords(trainer.pipe))
     try:
         body(trainer)
     except BaseException as error:
@@ -211,10 +235,10 @@ class Rank:
                 f"{self.name}: {self.end or 'no such step'}; last {self.logs[-3:]}"
             )
 
-    def says(self, word: str, timeout: float = 60.0) -> None:
-        """Wait until it has said ``word``."""
+    def says(self, word: str, timeout: float = 60.0, *, within: bool = False) -> None:
+        """Wait until it has said ``word``, or something with ``word`` ``within``."""
         deadline = time.monotonic() + timeout
-        while word not in self.words:
+        while not (any(word in one for one in self.words) if within else word in self.words):
             left = deadline - time.monotonic()
             assert self.end is None and left > 0 and self.read(left), (
                 f"{self.name}: {self.end or f'has not said {word}'}; but {self.words}"

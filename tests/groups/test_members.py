@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.flow.sites import private_directory, started_in
-from tests.groups.replicas import Replicas, StepLog, learn, replicas
+from tests.groups.replicas import Replicas, StepLog, learn, never_commit, replicas
 from tests.seconds import within
 
 pytestmark = pytest.mark.usefixtures("agents")
@@ -73,6 +73,10 @@ def test_who_leaves_out_the_calls_of_a_step_keeps_nobody_waiting(directory: Path
             assert lost[0].at - before < within(5.0), "nobody has waited for the timeout"
         job.end(a, b)
         job.check()
+
+
+def test_a_loop_that_never_commits_is_warned(job: Replicas) -> None:
+    job.start("a", body=never_commit).says("step 0 was begun 10 times and never committed", within=True)
 
 
 def test_ranks_of_a_replica_change_the_epoch_together(directory: Path) -> None:

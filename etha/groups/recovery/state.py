@@ -52,13 +52,14 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything of a state but the bytes of its tensors. ``values``: see ``values.py``. ``refusal``: why there is no
-    state, if that is not empty."""
+    """Everything of a state but the bytes of its tensors. ``values``: see ``values.py``. ``optimizer``: the name of its
+    class. ``refusal``: why there is no state, if that is not empty."""
 
     values: Any
     parts: list[Part]
     step: int
     batches_committed: int
+    optimizer: str = ""
     refusal: str = ""
 
     def packed(self) -> bytes:
@@ -123,7 +124,13 @@ class MemberState:
             "extra": collector.take_apart(None if self._extra is None else self._extra[0](), "extra"),
         }
         parts = [Part.of(name, tensor) for name, tensor in collector.found.items()]
-        frame = StateFrame(values=values, parts=parts, step=step, batches_committed=batches_committed)
+        frame = StateFrame(
+            values=values,
+            parts=parts,
+            step=step,
+            batches_committed=batches_committed,
+            optimizer=_class_of(self._optimizer),
+        )
         return frame, {name: tensor.detach() for name, tensor in collector.found.items()}
 
     def expect(self, frame: StateFrame) -> Landing:
@@ -176,6 +183,16 @@ class MemberState:
 
     def _places_of_optimizer(self, state: dict[str, Any], frame: StateFrame) -> dict[str, Tensor]:
         """What has the shape of its parameter is laid out like that; anything else like what is here already."""
+        if (mine := _class_of(self._optimizer)) != frame.optimizer:
+            raise ConfigError(
+                f"members.state: the optimizer is {mine} here and {frame.optimizer} at the replica that it is loaded "
+                f"from"
+            )
+        if (here := len(self._optimizer.param_groups)) != (there := len(state["param_groups"])):
+            raise ConfigError(
+                f"members.state: the optimizer has {here} groups of parameters here and {there} at the replica that it "
+                f"is loaded from"
+            )
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         if len(parameters) != len(numbers):
@@ -193,6 +210,12 @@ class MemberState:
                 elif isinstance(here.get(key), Tensor) and shapes[name] == list(here[key].shape):
                     found[name] = here[key]
         return found
+
+
+def _class_of(optimizer: Any) -> str:
+    """The name of an optimizer's class; of the wrapped one, if it is `etha.groups.Optimizer`."""
+    inner = optimizer.optimizer if hasattr(optimizer, "members") and hasattr(optimizer, "optimizer") else optimizer
+    return "" if inner is None else type(inner).__name__
 
 
 class _Name(str):

@@ -78,6 +78,11 @@ def play(job: ElasticJob, losses: int, seed: int) -> None:
     chance = random.Random(seed)
     for name in NAMES:
         job.start(name)
+    job.until(len(NAMES))
+    for rank in itertools.chain.from_iterable(job.ranks.values()):
+        joins = len({log.epoch for log in rank.logs}) - 1
+        lost = sum(not log.committed for log in rank.logs)
+        assert lost <= joins, f"a join costs at most one step, and {rank.name} has lost {lost} in {joins} joins"
     lose_and_regain(job, losses, chance)
     before = ended(job)
     for name in NAMES:

@@ -57,7 +57,8 @@ def train(trainer: Trainer) -> None:
     model.register_buffer("own", torch.full((3,), float(os.getpid()) + trainer.rank))
     torch.manual_seed(os.getpid())
     average: list[Any] = [placed(torch.zeros(shape, dtype=torch.float64))]
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+    make = getattr(torch.optim, options.pop("optimizer", "Adam"))
+    optimizer = make(model.parameters(), lr=0.01, foreach=False)
     members = Members("dp", replica=trainer.name, rank=trainer.rank, world_size=trainer.world, **options)
 
     def put(extra: Any) -> None:

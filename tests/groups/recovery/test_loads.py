@@ -257,10 +257,22 @@ def test_a_state_that_does_not_fit_is_the_newcomers_error(job: Replicas, directo
     new = job.start("new", body=train, placement="plain", directory=str(directory), rows=ROWS + 1)
     name, text = new.ends()
     assert name == "ConfigError", text
-    assert f"weight is torch.float64 of [{ROWS + 1}, 11] here and torch.float64 of [{ROWS}, 11] at the replica" in text
+    why = f"weight is torch.float64 of [{ROWS + 1}, 11] here and torch.float64 of [{ROWS}, 11] at the replica"
+    assert why in text
+    first.says(f"new could not load: new rank 0: members.state: {why}", within=True)
     last = first.logs[-1].step
     first.until(lambda log: log.committed and log.step > last)
     assert sum(not log.committed for log in first.logs) <= 1
+    job.end(first)
+
+
+def test_another_optimizer_is_found_before_the_first_step(job: Replicas, directory: Path) -> None:
+    (first,) = replica(job, directory, "a", "plain", 1)
+    first.until(sized(1))
+    new = job.start("new", body=train, placement="plain", directory=str(directory), optimizer="SGD")
+    name, text = new.ends()
+    assert name == "ConfigError", text
+    assert "the optimizer is SGD here and Adam at the replica that it is loaded from" in text
     job.end(first)
 
 
