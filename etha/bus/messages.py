@@ -502,7 +502,7 @@ class Publish(StrictStruct, frozen=True, kw_only=True):
     layouts: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_TENSORS)]
     entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_TENSORS)]
     refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
-    slots: Annotated[tuple[Handles, ...], Meta(min_length=1, max_length=16)]
+    slots: Annotated[tuple[Handles, ...], Meta(max_length=16)]
     fan_out: int | None = None
 
 

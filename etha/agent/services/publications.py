@@ -49,7 +49,7 @@ from etha.bus.messages import (
     VersionClaimed,
     WaitHeld,
 )
-from etha.config import check_name
+from etha.config import MAX_WORLD, check_name
 from etha.errors import (
     HELD_HERE,
     ConfigError,
@@ -262,6 +262,12 @@ class PublicationService:
         check_name(role, side)
         if (session.key, publication, role) in self._entered:
             raise ConfigError(f"this client is {side} of publication {publication!r} already: close that first")
+        if not 1 <= message.world_size <= MAX_WORLD or not 0 <= message.rank < message.world_size:
+            raise ConfigError(
+                f"publication {publication!r}: rank {message.rank} is no rank of a side of {message.world_size} ranks"
+            )
+        if isinstance(message, Publish) and not message.slots:
+            raise ProtocolError(f"publication {publication!r}: a publisher needs a slot")
         self._check_free(session, publication, role, side, message.rank)
         handles = (
             message.slots if isinstance(message, Publish) else (() if message.serves is None else (message.serves,))

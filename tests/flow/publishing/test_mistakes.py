@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import etha
+from etha.bus.messages import BeginPut, EndHop, Publish
+from etha.memory.handles import TensorHandle
 from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.sites import Site
 
@@ -110,3 +112,25 @@ async def test_ranks_that_put_different_labels(site: Site, pair: str) -> None:
         failed = trainer.publications[found.index(errors[0])]
         with pytest.raises(etha.ConfigError, match="publish again"):
             await failed.put(5)
+
+
+async def test_messages_that_no_client_sends(site: Site, pair: str) -> None:
+    """They are refused at once, by name, and the session goes on."""
+    fields: dict[str, Any] = {"publication": pair, "launch": None, "layouts": (), "entries": (), "refusals": ()}
+    publisher: dict[str, Any] = {**fields, "publisher": "trainer", "rank": 0}
+    handle = TensorHandle(segment="ab", offset=0, shape=(1,), strides=(1,), dtype="float32")
+    wrong = (
+        (Publish(**publisher, world_size=1 << 60, slots=((),)), etha.ConfigError, "ranks"),
+        (Publish(**{**publisher, "rank": 3}, world_size=2, slots=((),)), etha.ConfigError, "rank 3"),
+        (Publish(**publisher, world_size=1, slots=()), etha.ProtocolError, "a slot"),
+        (Publish(**publisher, world_size=1, slots=((handle,),)), etha.ProtocolError, "1"),
+        (BeginPut(publication=pair, number=1, grace=1.0), etha.ConfigError, "call publish"),
+        (EndHop(publication=pair, subscriber="x", claim=1, error=""), etha.ConfigError, "call subscribe"),
+    )
+    async with site.client("trainer", 0) as client:
+        await client.status()
+        assert client._connection is not None
+        for message, kind, text in wrong:
+            with pytest.raises(kind, match=text):
+                await client._connection.link.request(message, timeout=10)
+        await client.status()
