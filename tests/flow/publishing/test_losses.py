@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -112,3 +114,44 @@ async def test_a_rank_of_a_replica_dies_and_the_replica_comes_again(site: Site, 
         again = [job.start(replica, pair, "pair", SMALL, rank, 2, at=("pair", rank)) for rank in range(2)]
         found = await asyncio.to_thread(lambda: [one.expect("held") for one in again])
         assert {one[1] for one in found} == {2}
+
+
+@pytest.mark.ways("tcp")
+async def test_the_publisher_s_agent_is_killed(rough: Site, pair: str) -> None:
+    """Replicas feed each other, and the next launch of the publisher, behind another agent, goes on."""
+    async with Fleet(rough, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut(world=2, dims={"w": 0}))
+        first = await fleet.subscribe("first", Cut(), atomic=True)
+        await trainer.put(1)
+        await first.next()
+        os.kill((await trainer.clients[0].status())["agent"]["pid"], signal.SIGKILL)
+        with pytest.raises(etha.AgentLostError, match="publish again"):
+            await trainer.put(2)
+        late = await fleet.subscribe("late", Cut(world=2, dims={"w": 0}), serve=False)
+        update = await late.next()
+        assert (update.version, update.source) == (1, "first")
+        again = await fleet.publish(Cut())
+        assert (await again.put(3)).seq == 2
+        for one in (first, late):
+            assert (await one.next()).version == 3
+
+
+@pytest.mark.ways("tcp")
+async def test_a_replica_s_agent_is_killed_while_it_serves(rough: Site, pair: str) -> None:
+    def where(side: str, rank: int) -> str:
+        return {"trainer": "a", "serving": "s"}.get(side, "b")
+
+    async with Fleet(rough, pair, SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(Cut())
+        serving = await fleet.subscribe("serving", Cut(), atomic=True)
+        other = await fleet.subscribe("other", Cut(), serve=False)
+        await trainer.put(1)
+        await serving.next()
+        await trainer.close()
+        assert (await other.next()).source == "serving"
+        os.kill((await serving.clients[0].status())["agent"]["pid"], signal.SIGKILL)
+        again = await fleet.publish(Cut())
+        await again.put(2)
+        assert (await other.next()).version == 2
+        with pytest.raises(etha.AgentLostError, match="subscribe again"):
+            await serving.subscriptions[0].next()
