@@ -66,7 +66,11 @@ def test_a_publisher_of_another_size_goes_on_with_the_next_number(site: Site, pa
 def test_a_replica_that_dies_costs_nobody_anything(site: Site, pair: str, job: Job) -> None:
     """One is killed while it receives, and one while it serves."""
     trainer = job.start(publisher, pair, LARGE, at=("trainer", 0))
-    replicas = [job.start(replica, pair, f"replica-{i}", LARGE, at=(f"replica-{i}", 0), atomic=i < 2) for i in range(4)]
+    options: list[dict[str, bool]] = [{"atomic": True}, {"atomic": True}, {"serve": False}, {"serve": False}]
+    replicas = [
+        job.start(replica, pair, f"replica-{i}", LARGE, at=(f"replica-{i}", 0), **more)
+        for i, more in enumerate(options)
+    ]
     for one in replicas:
         one.expect("subscribed")
     trainer.go("put", 1)
@@ -78,8 +82,7 @@ def test_a_replica_that_dies_costs_nobody_anything(site: Site, pair: str, job: J
     trainer.kill()
     late = job.start(replica, pair, "late", LARGE, at=("late", 0))
     late.expect("moving")
-    source = replicas[1]
-    source.kill()
+    replicas[1].kill()  # nobody else has the version, and its agent holds the memory
     assert late.expect("held")[:3] == (1, 1, 1.0)
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import etha
+from etha.store.keys import CLAIM_LEASE
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.sites import Site
 
@@ -60,7 +61,8 @@ async def test_the_only_slot_is_taken_from_a_subscriber_that_is_stuck(site: Site
         await asyncio.gather(*(client.status() for client in slow.clients))
         async with frozen(slow):
             await trainer.put(1)
-            assert (await trainer.put(2, grace=0.5, timeout=30)).seq == 2
+            # Sooner than the lease of the claim of the agent that is stopped would lapse.
+            assert (await trainer.put(2, grace=0.5, timeout=CLAIM_LEASE - 2)).seq == 2
         assert (await waiting).version == 2
 
 
