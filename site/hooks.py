@@ -25,6 +25,10 @@ ALSO = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md", "be
 API = {
     "Clients": ("etha", "TensorBusClient AsyncTensorBusClient"),
     "What they return": ("etha", "Pair BatchHandle TransferResult TransferFuture Offer"),
+    "Publications": (
+        "etha",
+        "Publication AsyncPublication Subscription AsyncSubscription PublishedVersion Update SubscriberState",
+    ),
     "Memory": ("etha", "empty empty_like share_module"),
     "Inside one job": ("etha", "redistribute"),
     "Errors": ("etha", "*Error Violation"),
