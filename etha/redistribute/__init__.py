@@ -33,11 +33,16 @@ def redistribute(
     messages over an NCCL world (if no group has exactly these ranks) need an existing communicator:
     ``init_process_group(device_id=...)``, or any earlier collective.
 
+    It is differentiable, twice too: the gradient is the reverse redistribution of the result's gradient, and Replicate
+    where the input is Partial, as DTensor's. So all ranks that called it call backward. ``torch.compile`` traces it
+    without a graph break, as the operator ``torch.ops.etha.redistribute``.
+
     Raises LayoutError for what is not a DTensor, for placements that do not fit the mesh or the tensor, for a Partial
     that cannot be made or reduced, and for a local tensor of another size than the layout gives it. Raises ConfigError
-    for a tensor that requires grad in grad mode (this is not differentiable), and for a mesh of another device.
+    for a mesh of another device.
     """
     # Here, because it imports all of DTensor, and most programs that import etha have none.
     from etha.redistribute.call import redistribute_dtensor
 
-    return redistribute_dtensor(dtensor, device_mesh, placements)
+    moved: DTensor = redistribute_dtensor(dtensor, device_mesh, placements)
+    return moved

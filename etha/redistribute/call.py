@@ -1,53 +1,75 @@
-"""A call of redistribute: reads the request, plans the route, runs it."""
+"""A call of redistribute: checks it, moves the local tensors, and makes it differentiable and traceable.
+
+redistribute_dtensor --eager--> Redistribution --> move
+                     --traced by torch.compile--> one node --> Redistribution --> torch.ops.etha.redistribute
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from etha.redistribute.request import check_placements, read_request
-from etha.redistribute.route import make_route
-from etha.redistribute.run import run
+from etha.redistribute.operator import move, redistribute_local
+from etha.redistribute.request import check_call, is_traced, local_of, memory_order, read_request, source_placements
 
 
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def redistribute_dtensor(
     dtensor: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
 ) -> DTensor:
-    """``etha.redistribute``."""
-    request = read_request(dtensor, device_mesh, placements)
-    order = memory_order(dtensor.stride())
-    if request is None:
-        mesh = dtensor.device_mesh if device_mesh is None else device_mesh
-        return _made(None, dtensor, mesh, check_placements(placements, dtensor.ndim, mesh), order)
-    route = make_route(request.shape, request.local.dtype, request.source, request.target, request.rank)
-    shape = route.stages[-1].shape
+    """``etha.redistribute``. One node of dynamo's graph, into which AOTAutograd traces what it does."""
+    mesh, wanted = check_call(dtensor, device_mesh, placements)
+    if dtensor.requires_grad and torch.is_grad_enabled():
+        moved: DTensor = Redistribution.apply(dtensor, mesh, wanted)  # type: ignore[no-untyped-call]
+        return moved
     with torch.no_grad():
-        result = (
-            None
-            if shape is None
-            else torch.empty_permuted(shape, order, dtype=request.local.dtype, device=request.local.device)
+        return _redistributed(dtensor, mesh, wanted)
+
+
+class Redistribution(torch.autograd.Function):
+    """Its backward is the reverse redistribution of the gradient, and differentiable itself."""
+
+    @staticmethod
+    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+        """The DTensor on ``mesh``."""
+        ctx.mesh, ctx.placements = dtensor.device_mesh, source_placements(dtensor)
+        return _redistributed(dtensor, mesh, placements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
+        """Its gradient where the input lies. Like DTensor's, Replicate where the input is Partial."""
+        same = gradient.device_mesh == ctx.mesh
+        now = gradient.placements if same else [None] * len(ctx.placements)
+        wanted = tuple(
+            Replicate() if was.is_partial() and has != was else was
+            for was, has in zip(ctx.placements, now, strict=True)
         )
-        run(route, request.wire, request.local, result)
-    return _made(result, dtensor, request.mesh, request.placements, order)
+        moved: DTensor = redistribute_dtensor(gradient, ctx.mesh, wanted)
+        return moved, None, None
 
 
-def memory_order(stride: Sequence[int]) -> list[int]:
-    """Dims from the slowest to the fastest in memory; unchanged if a stride is 0, because an expanded dim tells
-    nothing."""
-    dims = list(range(len(stride)))
-    return dims if 0 in stride else sorted(dims, key=lambda d: -stride[d])
+def _redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    local, shape = local_of(dtensor, mesh), tuple(dtensor.shape)
+    request = read_request(dtensor, mesh, placements)
+    order = memory_order(dtensor.stride()) if request is None else request.order
+    if request is None:
+        result = torch.empty((0,) if shape else (), dtype=local.dtype, device=local.device)
+    elif is_traced(local):
+        result = redistribute_local(local, request.to_text())
+    else:
+        result = move(local, request)
+    stride = _strides(shape, order)
+    return DTensor.from_local(result, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _made(
-    local: torch.Tensor | None, like: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], order: list[int]
-) -> DTensor:
-    whole = torch.empty_permuted(tuple(like.shape), order, device="meta", dtype=like.dtype)
-    if local is None:
-        shape = (0,) if like.ndim else ()
-        local = torch.empty(shape, dtype=like.dtype, device=like._local_tensor.device)
-    with torch.no_grad():
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense tensor whose dims lie in memory in this order, the slowest first."""
+    sizes = [max(int(shape[d]), 1) for d in reversed(order)]
+    found = dict(zip(reversed(order), accumulate(sizes[:-1], lambda a, b: a * b, initial=1), strict=False))
+    return tuple(found[d] for d in range(len(shape)))

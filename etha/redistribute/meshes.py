@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import _disable_current_modes
 
 from etha.plan import Layout
 
@@ -28,7 +30,9 @@ class MeshTables:
         """The tables of ``mesh``, the same on every rank, whichever row the mesh shows it."""
         found = _KNOWN.get(mesh)
         if found is None:
-            found = _KNOWN[mesh] = cls(tuple(sorted(map(_row, _tables(mesh)), key=lambda row: min(row[1]))))
+            with _disable_current_modes():  # of torch.compile, which would trace what is read here
+                rows = sorted(map(_row, _tables(mesh)), key=lambda row: min(row[1]))
+            found = _KNOWN[mesh] = cls(tuple(rows))
         return found
 
     @property
@@ -47,7 +51,8 @@ class MeshTables:
 
 @lru_cache(maxsize=512)
 def _layouts(rows: MeshTables, placements: tuple[tuple[type, Placement], ...], strided: str) -> tuple[Layout, ...]:
-    tables = [torch.tensor(ranks, dtype=torch.int64).reshape(shape) for shape, ranks in rows.tables]
+    # Not tensors, because torch.compile may be tracing.
+    tables = [np.array(ranks, dtype=np.int64).reshape(shape) for shape, ranks in rows.tables]
     return tuple(Layout(table, [p for _, p in placements], strided=strided) for table in tables)
 
 

@@ -2,50 +2,115 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
 from etha.errors import ConfigError, LayoutError
+from etha.plan import Layout
 from etha.plan.layouts import dtypes
 from etha.redistribute.exchange import GroupExchange
 from etha.redistribute.meshes import MeshTables, group_of
 from etha.redistribute.reading import agree, misfit
-from etha.redistribute.route import at_coordinates
+from etha.redistribute.route import Route, at_coordinates, make_route
 from etha.redistribute.stage import Layouts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedistributeRequest:
-    """One call. ``source`` and ``target`` are layouts over disjoint ranks, each of which holds the whole tensor."""
+    """One call, before anything is known of the local tensors. ``order``: dims from the slowest to the fastest in
+    memory.
 
-    local: torch.Tensor
+    ``source`` and ``target`` are layouts over disjoint ranks, each of which holds the whole tensor. ``same``: both lie
+    on one mesh.
+    """
+
     shape: tuple[int, ...]
     source: Layouts
     target: Layouts
+    order: tuple[int, ...]
     rank: int
     wire: GroupExchange
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    same: bool
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's result; that of an empty tensor if it is no target."""
+        found = next((layout for layout in self.target if self.rank in layout), None)
+        return ((0,) if self.shape else ()) if found is None else found.local_shape(self.shape, self.rank)
+
+    def route(self, local: torch.Tensor) -> Route:
+        """How it moves. All ranks call this, because they may have to tell each other their local sizes. LayoutError
+        if the local tensor is not what its layout gives this rank."""
+        source = agree(self.source, self.shape, local, self.rank, self.wire)
+        source, target = _without_kept(source, self.target, self.rank, same=self.same)
+        why = misfit(source, self.shape, local, self.rank)
+        if why:
+            raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
+        return make_route(self.shape, local.dtype, source, target, self.rank)
+
+    def to_text(self) -> str:
+        """The request as JSON, the argument of the registered operator."""
+        group = None if self.wire.group is None else self.wire.group.group_name
+        plain = {
+            "shape": self.shape,
+            "source": [layout.to_plain() for layout in self.source],
+            "target": [layout.to_plain() for layout in self.target],
+            "order": self.order,
+            "rank": self.rank,
+            "ranks": self.wire.ranks,
+            "group": group,
+            "same": self.same,
+        }
+        return json.dumps(plain)
+
+    @classmethod
+    def from_text(cls, text: str) -> RedistributeRequest:
+        """The inverse of ``to_text``."""
+        request, group = _parsed(text)
+        if group is None:
+            return request
+        # Not kept, because a group that is made after another was destroyed may have its name.
+        return replace(request, wire=replace(request.wire, group=_group_named(group)))
 
 
-def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> RedistributeRequest | None:
-    """Check and read a call; None for a rank that is in neither mesh. ConfigError or LayoutError say what is wrong."""
-    check_tensor(dtensor)
-    mesh = dtensor.device_mesh if device_mesh is None else device_mesh
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"device_mesh is a DeviceMesh, not {mesh!r}")
-    shape, rank = tuple(dtensor.shape), dist.get_rank()
-    local = local_of(dtensor, mesh)
-    dtypes.name_of(local.dtype)
-    wanted = check_placements(placements, len(shape), mesh)
+def _group_named(name: Any) -> dist.ProcessGroup:
+    group: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
+    return group
+
+
+@lru_cache(maxsize=512)
+def _parsed(text: str) -> tuple[RedistributeRequest, str | None]:
+    """The request without its group, and the group's name."""
+    plain = json.loads(text)
+    request = RedistributeRequest(
+        shape=tuple(plain["shape"]),
+        source=tuple(Layout.from_plain(layout) for layout in plain["source"]),
+        target=tuple(Layout.from_plain(layout) for layout in plain["target"]),
+        order=tuple(plain["order"]),
+        rank=plain["rank"],
+        wire=GroupExchange(tuple(plain["ranks"]), None),
+        same=plain["same"],
+    )
+    return request, plain["group"]
+
+
+def read_request(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> RedistributeRequest | None:
+    """Read a call that ``check_call`` has checked; None for a rank that is in neither mesh. LayoutError for layouts
+    that do not fit the tensor or each other."""
+    shape, rank = tuple(int(n) for n in dtensor.shape), dist.get_rank()
+    dtypes.name_of(dtensor.dtype)
     here, there = MeshTables.of(dtensor.device_mesh), MeshTables.of(mesh)
     if here == there:
         own = here.row_of(rank)
@@ -55,30 +120,42 @@ def read_request(dtensor: Any, device_mesh: Any, placements: Any) -> Redistribut
     ranks = here.ranks | there.ranks
     if rank not in ranks:
         return None
-    wire = GroupExchange(tuple(sorted(ranks)), group_of(ranks, mesh))
-    source, target = here.layouts(source_placements(dtensor), "auto"), there.layouts(wanted, "order")
+    source, target = here.layouts(source_placements(dtensor), "auto"), there.layouts(placements, "order")
     for layout in (*source, *target):
         layout.grid(len(shape))
-    source = agree(source, shape, local, rank, wire)
-    source, target = _without_kept(source, target, rank, same=here == there)
-    why = misfit(source, shape, local, rank)
-    if why:
-        raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
     return RedistributeRequest(
-        local=local, shape=shape, source=source, target=target, rank=rank, wire=wire, mesh=mesh, placements=wanted
+        shape=shape,
+        source=source,
+        target=target,
+        order=memory_order(tuple(int(n) for n in dtensor.stride())),
+        rank=rank,
+        wire=GroupExchange(tuple(sorted(ranks)), group_of(ranks, mesh)),
+        same=here == there,
     )
 
 
+def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
+    """Dims from the slowest to the fastest in memory; unchanged if a stride is 0, because an expanded dim tells
+    nothing."""
+    dims = range(len(stride))
+    return tuple(dims) if 0 in stride else tuple(sorted(dims, key=lambda d: -stride[d]))
+
+
+def check_call(dtensor: Any, device_mesh: Any, placements: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The target's mesh and placements. ConfigError or LayoutError say what is wrong."""
+    check_tensor(dtensor)
+    mesh = dtensor.device_mesh if device_mesh is None else device_mesh
+    mesh = getattr(mesh, "real_obj", mesh)  # torch.compile wraps it while it traces
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"device_mesh is a DeviceMesh, not {mesh!r}")
+    return mesh, check_placements(placements, dtensor.ndim, mesh)
+
+
 def check_tensor(dtensor: Any) -> None:
-    """Raise ConfigError or LayoutError for what is not a DTensor, or would be differentiated."""
+    """LayoutError for what is not a DTensor."""
     if not isinstance(dtensor, DTensor):
         raise LayoutError(
             f"a {type(dtensor).__name__} has no layout: redistribute takes a DTensor (DTensor.from_local makes one)"
-        )
-    if dtensor.requires_grad and torch.is_grad_enabled():
-        raise ConfigError(
-            "this tensor requires grad, and etha.redistribute is not differentiable: call it under torch.no_grad(), "
-            "give dtensor.detach(), or use DTensor.redistribute where gradients are needed"
         )
 
 
@@ -87,13 +164,18 @@ def local_of(dtensor: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     local: torch.Tensor = dtensor._local_tensor
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in (torch.Tensor, torch.nn.Parameter) and not is_traced(local):
         raise ConfigError(f"its local tensor is a {type(local).__name__}: redistribute the plain tensors it is made of")
-    if local.is_meta or local.layout != torch.strided or local.is_quantized:
+    if (local.is_meta and not is_traced(local)) or local.layout != torch.strided or local.is_quantized:
         raise ConfigError(f"its local tensor is {local.layout} on {local.device}: only dense tensors with memory move")
     if mesh.device_type != local.device.type:
         raise ConfigError(f"it lies on {local.device} and device_mesh is of {mesh.device_type}: move it there first")
     return local.detach().resolve_conj().resolve_neg()
+
+
+def is_traced(local: torch.Tensor) -> bool:
+    """Whether torch.compile traces this, so that there is no memory yet."""
+    return isinstance(local, FakeTensor | FunctionalTensor)
 
 
 def check_placements(placements: Any, ndim: int, mesh: DeviceMesh) -> tuple[Placement, ...]:

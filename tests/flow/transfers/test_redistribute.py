@@ -315,10 +315,8 @@ def refused(rank: int) -> dict[str, str]:
     partial = DTensor.from_local(torch.zeros(8, 8), mesh, [P], run_check=False)
     integers = DTensor.from_local(torch.zeros(8, dtype=torch.int32), mesh, [A], run_check=False)
     lying = DTensor.from_local(torch.zeros(3, 8), mesh, [S0], run_check=False, shape=(9, 8), stride=(8, 1))
-    grad = given.detach().clone().requires_grad_()
     calls: dict[str, tuple[Any, ...]] = {
         "plain": (torch.zeros(3), mesh, [R]),
-        "grad": (grad, None, [R]),
         "placements": (given, None, None),
         "one": (given, None, R),
         "count": (given, None, [R, R]),
@@ -337,8 +335,6 @@ def refused(rank: int) -> dict[str, str]:
             except EthaError as error:
                 found[name] = f"{error.code}: {error.message}"
         assert wire.count == 0, name
-    with torch.no_grad():
-        found["no grad"] = str(etha.redistribute(grad, placements=[R]).requires_grad)
     return found
 
 
@@ -416,7 +412,6 @@ def test_section(eight: list[dict[str, Any]], section: str) -> None:
 def test_what_cannot_be_is_refused(eight: list[dict[str, Any]]) -> None:
     says = {
         "plain": (LayoutError, "a Tensor has no layout"),
-        "grad": (ConfigError, "requires grad"),
         "placements": (LayoutError, "not None"),
         "one": (LayoutError, "one placement for each mesh axis"),
         "count": (LayoutError, "2 placements for a mesh of 1 axes"),
