@@ -44,6 +44,8 @@ def reconfigures(member: Member) -> list[tuple[int, int, float]]:
     assert group._timeout == timedelta(seconds=3), "the timeout of a reconfigure is that of this one"
     with pytest.raises(GroupMismatchError, match="was configured twice"):
         group.reconfigure(opts(100, handles))
+    member.say("refused")
+    member.hear()  # the store of the first member ends with it, and others may still ask there
     group.shutdown()
     return found
 
@@ -52,6 +54,8 @@ def test_groups_are_formed_by_handles_and_ranks_follow_their_order() -> None:
     with team(3, reconfigures) as running:
         handles = [running.heard(rank) for rank in range(3)]
         running.tell(handles)
+        assert [running.heard(rank) for rank in range(3)] == ["refused"] * 3
+        running.tell("end")
         found = running.results()
     assert found[0][:1] == [(0, 3, 6.0)] and found[1][:2] == [(1, 3, 6.0), (0, 2, 3.0)]
     assert [found[rank][-2][:2] for rank in range(3)] == [(2, 3), (1, 3), (0, 3)]

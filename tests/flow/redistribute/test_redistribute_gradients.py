@@ -1,7 +1,7 @@
 """Gradients of etha.redistribute, and graphs that torch.compile makes of it, over gloo.
 
 Values are small integers, so that sums are exact in any order and results are compared to the bit: with enumerated
-tensors, and, on meshes whose ranks ascend, with DTensor's results. On others DTensor moves some of them to wrong places.
+tensors, and, on meshes whose ranks ascend, with DTensor's results. On others DTensor puts some to wrong places.
 """
 
 from __future__ import annotations
@@ -257,10 +257,10 @@ def registered(rank: int) -> list[str]:
     request = read_request(given(mesh, [P], UNEVEN, 1), mesh, (S1,))
     assert request is not None
     tests = ("test_schema", "test_faketensor")
-    told = torch.library.opcheck(
+    checked = torch.library.opcheck(
         torch.ops.etha.redistribute.default, (torch.ones(UNEVEN), request.to_text()), test_utils=tests
     )
-    return [f"{name}: {what}" for name, what in told.items() if what != "SUCCESS"]
+    return [f"{name}: {what}" for name, what in checked.items() if what != "SUCCESS"]
 
 
 def world(rank: int, size: int, store: str, sections: Sequence[tuple[str, tuple[Any, ...]]]) -> list[list[str]]:
