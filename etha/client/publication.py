@@ -37,7 +37,7 @@ from etha.client.memory.base import Fingerprint, fingerprint, memory_of, moved
 from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
 from etha.client.tasks import Deadline, Shield
-from etha.errors import AgentLostError, ConfigError, RegistrationError
+from etha.errors import AgentLostError, ConfigError, RegistrationError, TransferTimeoutError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.room import check_room
@@ -240,10 +240,14 @@ class AsyncPublication(OfOneProcess):
         self._check()
         link = self._connection.link
         with self._calls.begin(f"put of {self.name!r}"), self._lost():
-            async with self._turn:
+            await self._take_turn(deadline)
+            try:
+                self._check()
                 self._unmoved.check()
                 self._check_whole()
                 number = self._number + 1
+                if self._place.world_size == 1:  # a put that fails may be announced all the same: the next is another
+                    self._number = number
                 # A rank that fails cannot tell the others. If it then put another version under this number, the two
                 # would be mixed, unless their labels differ, which Redis finds.
                 self._failed = self._place.world_size > 1 and version is None
@@ -256,6 +260,8 @@ class AsyncPublication(OfOneProcess):
                 await link.request(finish, timeout=deadline.left)
                 self._number, self._failed = number, False
                 self._newest = put = PublishedVersion(seq=found.seq, version=version)
+            finally:
+                self._turn.release()
             if wait:
                 held = WaitHeld(publication=self.name, seq=put.seq, count=wait)
                 await link.request(held, timeout=deadline.left)
@@ -309,6 +315,18 @@ class AsyncPublication(OfOneProcess):
                 f"{self._what}: a put of this rank has failed, so the ranks may not be at the same version any more: "
                 f"close it and call publish again on all ranks"
             )
+
+    async def _take_turn(self, deadline: Deadline) -> None:
+        """Puts of one rank follow each other. TransferTimeoutError if the one before runs at the deadline."""
+        try:
+            async with asyncio.timeout(None if deadline.left == math.inf else deadline.left):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise TransferTimeoutError(
+                f"put of publication {self.name!r} ended at its deadline, while another put of this rank ran: "
+                f"await that one first",
+                outcome="withdrawn",
+            ) from None
 
     def _lost(self) -> Lost:
         return Lost(self._connection, "call publish again")

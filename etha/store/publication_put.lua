@@ -39,6 +39,11 @@ local function save() redis.call('HSET', side_key(req.side), 'put', put and json
 
 if req.act == 'prepare' then
   lapse()
+  if put and put.put < req.put and number(S.world) == 1 then
+    -- The only rank gave that put up before it was announced, so nobody waits for it: its slot and seq go over.
+    put.put, put.labels = req.put, {}
+    save()
+  end
   if put and put.put ~= req.put then
     finish()
     return ok({slot = 0, seq = 0, ready = false, behind = true, readers = {}, wait = 0})

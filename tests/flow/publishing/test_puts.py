@@ -116,3 +116,33 @@ async def test_an_older_version_comes_back_while_somebody_has_it(site: Site, pai
             await trainer.put(version)
         with pytest.raises(etha.ConfigError, match="1"):
             await replica.subscriptions[0].next(version=1)
+
+
+@pytest.mark.ways("local")
+async def test_a_put_of_one_rank_that_was_cancelled_does_not_end_the_publication(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(), serve=False)
+        (publication,) = trainer.publications
+        for moment in range(40):  # some have no slot yet, some are about to be announced, some are
+            running = asyncio.ensure_future(publication.put(moment))
+            await asyncio.sleep(moment * 0.0001)
+            running.cancel()
+            await asyncio.wait({running})
+        await trainer.put(1000)
+        assert (await replica.next()).version == 1000
+
+
+@pytest.mark.ways("local")
+async def test_a_put_behind_another_one_keeps_its_deadline(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first, second = trainer.publications
+        await first.put(1)
+        waiting = asyncio.ensure_future(first.put(2, timeout=60))  # the other rank has not put version 1
+        await asyncio.sleep(0)
+        with pytest.raises(etha.TransferTimeoutError, match="another put of this rank"):
+            await asyncio.wait_for(first.put(3, timeout=0.2), 30)
+        await second.put(1)
+        await second.put(2)
+        assert (await waiting).version == 2
