@@ -10,8 +10,8 @@ import logging
 import resource
 import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,11 +120,8 @@ async def serve(
         async with BusServer(path, service) as bus:
             if early:
                 startup.ready()
-                try:
+                with _refusing(bus, service):
                     await import_agent()
-                except BaseException as error:
-                    service.fail(_cause(error))
-                    raise
             from etha.agent.runtime.lane import Lane
             from etha.agent.server import Agent
 
@@ -138,22 +135,23 @@ async def serve(
             warnings = WarningRecords(agent.recorder)
             logging.getLogger("etha").addHandler(warnings)
             async with agent.links, _leaves(bus), _metrics(agent, settings, metrics, card):
-                async with asyncio.TaskGroup() as group:
-                    running = group.create_task(agent.run(group))
-                    stopping = group.create_task(stopped.wait())
-                    hurrying = group.create_task(hurry.wait())
-                    hurrying.add_done_callback(lambda _: agent.hurry())
-                    await agent.started.wait()
-                    bus.service = agent
-                    service.hand_over(agent)
-                    reached = agent.links.reached_at
-                    log.info("agent %s serves %s at %s, %s, Redis %s", agent.id, device, path, reached, store.url)
-                    startup.ready()
-                    await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                    await agent.drain()
-                    hurrying.cancel()
-                    running.cancel()
-                    stopping.cancel()
+                with _refusing(bus, service):
+                    async with asyncio.TaskGroup() as group:
+                        running = group.create_task(agent.run(group))
+                        stopping = group.create_task(stopped.wait())
+                        hurrying = group.create_task(hurry.wait())
+                        hurrying.add_done_callback(lambda _: agent.hurry())
+                        await agent.started.wait()
+                        bus.service = agent
+                        service.hand_over(agent)
+                        reached = agent.links.reached_at
+                        log.info("agent %s serves %s at %s, %s, Redis %s", agent.id, device, path, reached, store.url)
+                        startup.ready()
+                        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                        await agent.drain()
+                        hurrying.cancel()
+                        running.cancel()
+                        stopping.cancel()
             logging.getLogger("etha").removeHandler(warnings)
     if card is not None:
         card.close()
@@ -172,6 +170,17 @@ async def import_agent() -> None:
         if enabled:
             gc.enable()
     settle()
+
+
+@contextmanager
+def _refusing(bus: BusServer, service: EarlyService) -> Iterator[None]:
+    """Give what ends the agent in this context to the workers that wait for it, if they have not been handed over."""
+    try:
+        yield
+    except BaseException as error:
+        if bus.service is service:
+            service.fail(_cause(error))
+        raise
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -21,6 +22,7 @@ from etha.errors import EthaError
 from etha.memory.handles import span_nbytes
 from etha.memory.pull import PullRun, PullTable
 from etha.memory.reach import FaultError, ReachError
+from etha.observe import trace
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +78,7 @@ class CallPulls:
     def _work(self, pull: PullRun, seq: int) -> None:
         """On a thread of its own, because the executor's few threads may be waiting."""
         failed: ReachError | None = None
+        tracer, begun = trace.active, time.monotonic_ns()
         try:
             pull.run()
         except ReachError as error:
@@ -83,6 +86,9 @@ class CallPulls:
         except Exception as error:  # a fault of ours must not leave the transfer waiting
             log.exception("batch %s: copies of this worker failed", self._registration.batch)
             failed = ReachError(f"the worker's own copies failed, a bug of Etha: {error!r}")
+        if tracer is not None:
+            about = {"name": "copy", "batch": self._registration.batch, "seq": seq}
+            tracer.piece("own copies", begun, about, 0, pull.done, failed)
         with suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(partial(self._ended, pull, seq, failed))
 
