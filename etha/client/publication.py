@@ -332,6 +332,7 @@ class AsyncPublication(OfOneProcess):
         return Lost(self._connection, "call publish again")
 
     async def _copy(self, slot: int) -> None:
+        self._check()  # it may have been closed while the agent was asked
         slots, locals_ = self._slots, [item.local for item in self._manifest.items]
         assert slots is not None
         if slots.nbytes < _SMALL:

@@ -79,8 +79,13 @@ class InProcessWorker:
         self.session = WorkerSession(peer=self.peer, holder=holder, memory=memory)
         dispatcher.enter(self.session)
 
-    async def request(self, message: Any, timeout: float = math.inf) -> Any:
-        """Ask, and return the answer or raise its error. If the caller is cancelled, the request ends first."""
+    async def request(
+        self, message: Any, timeout: float = math.inf, on_cancel: Callable[[Any], None] | None = None
+    ) -> Any:
+        """Ask, and return the answer or raise its error.
+
+        If the caller is cancelled, the request ends first; ``on_cancel`` gets its answer if it was carried out.
+        """
         if self.peer.disconnected:
             raise AgentLostError("this agent is leaving", outcome="withdrawn")
         loop = asyncio.get_running_loop()
@@ -98,7 +103,8 @@ class InProcessWorker:
                 cancelled = error
                 self._dispatcher.cancelled(self.peer, id)
         if cancelled is not None:
-            answer.exception()
+            if answer.exception() is None and on_cancel is not None:
+                on_cancel(answer.result())
             raise cancelled
         return answer.result()
 

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from etha.agent.runtime.in_process_worker import Dispatcher, InProcessWorker
-from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, Register, Transfer
+from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, Register, Registered, Transfer
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import StandingSegment
 
@@ -49,7 +49,11 @@ class HopWorker:
         self._tensors, self._pair, self._remote, self._left = tensors, pair, remote, left
         self._worker = InProcessWorker(dispatcher, segments, self._pushed)
         self._epoch: int | None = None
-        self._registered: set[str] = set()
+        #: batch -> the generation in which it is registered.
+        self._registered: dict[str, int] = {}
+        #: The last epoch, and the last generation of each batch, that is over.
+        self._lost_epoch = 0
+        self._lost_generations: dict[str, int] = {}
         #: Hops of one subscriber come one after the other.
         self._turn = asyncio.Lock()
         self._hops = 0
@@ -61,9 +65,8 @@ class HopWorker:
         try:
             async with self._turn:
                 epoch = await self._join()
-                if batch not in self._registered:
-                    await self._worker.request(self._register(batch, slot, epoch))
-                    self._registered.add(batch)
+                while batch not in self._registered:
+                    await self._enroll(batch, slot, epoch)
                 await ready()
                 await self._worker.request(
                     Transfer(batch=batch, epoch=epoch, verb="send", version=version, slot=0, progress=False)
@@ -80,7 +83,7 @@ class HopWorker:
     # ---- inside -------------------------------------------------------------------------------
 
     async def _join(self) -> int:
-        if self._epoch is None:
+        while self._epoch is None:
             formed = await self._worker.request(
                 InitPair(
                     pair=self._pair,
@@ -92,7 +95,8 @@ class HopWorker:
                 )
             )
             assert isinstance(formed, PairFormed)
-            self._epoch = formed.epoch
+            if formed.epoch > self._lost_epoch:
+                self._epoch = formed.epoch
         return self._epoch
 
     def _register(self, batch: str, slot: int, epoch: int) -> Register:
@@ -113,12 +117,26 @@ class HopWorker:
             seq=0,
         )
 
+    async def _enroll(self, batch: str, slot: int, epoch: int) -> None:
+        def note(registered: Any) -> None:
+            """The batch stands, unless the subscriber has left it before this was noticed."""
+            assert isinstance(registered, Registered)
+            if registered.generation > self._lost_generations.get(batch, 0):
+                self._registered[batch] = registered.generation
+
+        note(await self._worker.request(self._register(batch, slot, epoch), on_cancel=note))
+
     def _pushed(self, message: Any) -> None:
         match message:
-            case PairLost(epoch=epoch) if epoch == self._epoch:
-                self._epoch = None
-                self._registered.clear()
-                if not self._hops:
-                    self._left()
-            case BatchLost(batch=batch):
-                self._registered.discard(batch)
+            case PairLost(epoch=epoch):
+                self._lost_epoch = max(self._lost_epoch, epoch)
+                if epoch == self._epoch:
+                    self._epoch = None
+                    self._registered.clear()
+                    self._lost_generations.clear()
+                    if not self._hops:
+                        self._left()
+            case BatchLost(batch=batch, epoch=epoch, generation=generation) if epoch == self._epoch:
+                self._lost_generations[batch] = generation
+                if self._registered.get(batch, 0) <= generation:
+                    self._registered.pop(batch, None)

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+import torch
+from torch.distributed.tensor import Replicate
 
 import etha
 from etha.store.keys import CLAIM_LEASE
@@ -146,3 +148,21 @@ async def test_a_put_behind_another_one_keeps_its_deadline(site: Site, pair: str
         await second.put(1)
         await second.put(2)
         assert (await waiting).version == 2
+
+
+@pytest.mark.ways("local")
+async def test_a_publication_that_is_closed_in_a_put_says_so(
+    site: Site, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with site.client("trainer", 0) as client:
+        layout = {"device_mesh": (1,), "placements": {"w": [Replicate()]}, "expected_world_size": 1, "rank": 0}
+        publication = await client.publish(pair, {"w": torch.zeros(8)}, **layout)
+        copy = publication._copy
+
+        async def closing(slot: int) -> None:
+            await publication.close()
+            await copy(slot)
+
+        monkeypatch.setattr(publication, "_copy", closing)
+        with pytest.raises(etha.ConfigError, match="is closed: call publish again"):
+            await publication.put(1)
