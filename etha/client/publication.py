@@ -63,7 +63,9 @@ class SubscriberState:
 
     ``seq`` and ``version`` are those that it holds (0 and None: none yet). ``lag`` is how many newer versions there
     are, ``lag_seconds`` for how long there has been one. ``source``: who sends to it now, or has sent last.
-    ``state``: "waiting", "receiving", "holding". ``error``: why its last hop failed; "" if it did not.
+    ``state``: "forming" (ranks are missing), "receiving", "waiting" (for a place at a holder), "current" (it holds the
+    newest version), "behind" (it has not asked for it), "lost" (an agent of it is silent). ``error``: why its last hop
+    failed; "" if it did not.
     """
 
     name: str
@@ -73,7 +75,7 @@ class SubscriberState:
     lag: int
     lag_seconds: float
     source: str
-    state: Literal["waiting", "receiving", "holding"]
+    state: Literal["forming", "receiving", "waiting", "current", "behind", "lost"]
     error: str
 
 

@@ -229,7 +229,7 @@ class AsyncSubscription(OfOneProcess):
         check_callback("progress", progress)
         if on_commit is not None and not self._atomic:
             raise ConfigError("on_commit= needs subscribe(..., atomic=True)")
-        if newer_than is not None and (not isinstance(newer_than, int) or isinstance(newer_than, bool)):
+        if newer_than is not None and not (type(newer_than) is int and 0 <= newer_than < 1 << 53):
             raise ConfigError(f"newer_than={shown(newer_than)} must be the seq of a version")
         self._check()
         if self._busy:

@@ -82,6 +82,9 @@ async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
             await subscription.next(on_commit=lambda: None)
         with pytest.raises(etha.ConfigError, match="wait="):
             await publication.put(1, wait=-1)
+        for number in (-1, 10**30, True, "1"):
+            with pytest.raises(etha.ConfigError, match="newer_than="):
+                await subscription.next(newer_than=number)
         waiting = asyncio.ensure_future(subscription.next())
         await replica.clients[0].status()
         with pytest.raises(etha.ConfigError, match="another call"):
