@@ -27,6 +27,10 @@ BUS = {
     "add_value", "ask_group_progress", "depart_group", "enter_group", "get_values", "group_changing", "group_formed",
     "group_noted", "group_progress",
     "put_values", "swap_value", "values",
+    "pull", "pulled",
+    "announced", "begin_put", "claim_lost", "claim_version", "close_publication", "close_subscription", "end_hop",
+    "finish_put", "get_subscribers", "leave_pair", "publish", "published", "slot_given", "subscribe", "subscribed",
+    "subscribers", "version_claimed", "wait_held",
 }  # fmt: skip
 #: Between agents: about a pair or a batch, and about the link itself.
 LINK = {
