@@ -170,8 +170,14 @@ def home_name(tensor: torch.Tensor) -> str:
         raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
 
 
+#: Classes whose instances hold their own memory.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose memory a registered one uses now: its local tensor, or itself."""
+    if type(tensor) in _PLAIN:  # each transfer asks for each tensor
+        return tensor
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     return local.elem if is_async_collective(local) else local
 

@@ -118,6 +118,10 @@ def send_async(pair: str, times: int) -> None:
     asyncio.run(main())
 
 
+#: The agent writes its history by a timer, at any moment.
+HISTORY = ("etha/observe/", "etha/agent/runtime/event_writer.py")
+
+
 class RecordedAgent:
     """The agent of ``site``, in a process of its own."""
 
@@ -206,7 +210,7 @@ def mistakes(steps: list[Line], walk: list[Step]) -> list[str]:
 
 
 def test_a_reader_of_one_send_opens_few_files(walk: list[Step]) -> None:
-    files = sorted({step.file for step in walk})
+    files = sorted({step.file for step in walk if not step.file.startswith(HISTORY)})
     assert len(files) <= MOST_FILES, "\n".join(files)
 
 
