@@ -58,7 +58,6 @@ class WorkerPulls:
     def _pull(self, member: Member, table: PullTable) -> Pull:
         if self._number in self._known[member]:
             return Pull(seq=self._seq, table=self._number, threads=self._threads)
-        self._known[member].add(self._number)
         blobs = table.to_blobs()
         return Pull(seq=self._seq, table=self._number, threads=self._threads, processes=table.processes, blobs=blobs)
 
@@ -66,6 +65,8 @@ class WorkerPulls:
         """A worker says how far it has come. What comes late, or twice, is ignored."""
         if self._ended or pulled.seq != self._seq or member not in self._pulling:
             return
+        if not pulled.kind:  # a push may have missed a call that ended, so what was sent is not known to be there
+            self._known[member].add(self._number)
         self._done[member] = max(self._done[member], min(pulled.done, self.plan.tables[member].nbytes))
         if not pulled.over:
             return self._progress(sum(self._done.values()))
