@@ -4,11 +4,14 @@ It greets workers and tells whether their memory is within reach. Everything els
 
     worker --Hello, Probe--> answered here
            --anything else-> kept --hand_over--> Agent
+                                  --deadline, cancel--> an error
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,7 +22,7 @@ from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.messages import Probe, Probed
 from etha.bus.server import Service
 from etha.bus.sessions import Peer, Reason
-from etha.errors import EthaError
+from etha.errors import AgentUnavailableError, EthaError
 from etha.memory.process import ProcessMemory
 from etha.memory.reach import ReachError
 
@@ -46,6 +49,8 @@ class EarlyService:
         self._kept: list[tuple[Peer, Callable[[LateService], None]]] = []
         #: Descriptors that no one has taken yet, by the key of their peer.
         self._fds: dict[str, list[int]] = {}
+        #: What ends the wait of a request, by its peer's key and its id.
+        self._timers: dict[tuple[str, int], asyncio.TimerHandle] = {}
 
     def hello(self, peer: Peer, hello: WorkerHello) -> WorkerWelcome:
         """A worker or an observer connects; ConfigError refuses it."""
@@ -64,10 +69,13 @@ class EarlyService:
             peer.reply(request.id, Probed(reaches=not why_not, text=why_not))
         else:
             self._keep(peer, lambda agent: _deliver(agent, peer, request))
+            if request.deadline < math.inf:
+                loop = asyncio.get_running_loop()
+                self._timers[peer.key, request.id] = loop.call_at(request.deadline, self._end, peer, request.id)
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
-        """A worker does not want an answer any more."""
-        self._keep(peer, lambda agent: agent.cancelled(peer, request_id))
+        """A worker does not want an answer any more, and waits for a confirmation."""
+        self._end(peer, request_id)
 
     def descriptors(self, peer: Peer, header: dict[str, Any], fds: list[int]) -> None:
         """Keep memory that a worker shares."""
@@ -79,12 +87,15 @@ class EarlyService:
         log.debug("%r has left (%s) before the agent was ready", peer, reason)
         self._workers.discard(peer.key)
         self._kept = [(other, call) for other, call in self._kept if other is not peer]
+        for key in [key for key in self._timers if key[0] == peer.key]:
+            self._timers.pop(key).cancel()
         for fd in self._fds.pop(peer.key, []):
             os.close(fd)
 
     def hand_over(self, agent: LateService) -> None:
         """Let ``agent`` hear all that happened. From now on it is the bus's service."""
         kept, self._kept = self._kept, []
+        self._stop_timers()
         self._fds.clear()  # the agent owns them, even if it refuses them
         for peer, call in kept:
             try:
@@ -102,9 +113,28 @@ class EarlyService:
     def _keep(self, peer: Peer, call: Callable[[LateService], None]) -> None:
         self._kept.append((peer, call))
 
+    def _end(self, peer: Peer, request_id: int) -> None:
+        """Answer a request whose time is up or whose worker has given it up. The agent never sees it."""
+        if (timer := self._timers.pop((peer.key, request_id), None)) is not None:
+            timer.cancel()
+        peer.fail(
+            request_id,
+            AgentUnavailableError(
+                f"no agent of {self._greeting.device} was ready in time; waited for process {os.getpid()}, which "
+                f"still imports torch. It goes on: the next call finds it. Give more time, or start one by `etha agent`"
+            ),
+        )
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+
 
 def _deliver(agent: LateService, peer: Peer, request: Request) -> None:
-    """A request that waited; an error is its answer, as on the bus."""
+    """A request that waited, unless it has its answer; an error is its answer, as on the bus."""
+    if request.id not in peer.requests:
+        return
     try:
         agent.received(peer, request)
     except EthaError as error:

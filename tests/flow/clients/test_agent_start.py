@@ -23,7 +23,7 @@ from etha.bus.process import start_time
 from etha.bus.sessions import Peer
 from etha.client.connection import AgentConnection
 from etha.config import Settings
-from etha.errors import AgentLostError, ConfigError, EthaError, ProtocolError
+from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, ProtocolError
 from tests.unit.bus.echo import hello
 
 TIMEOUT = 30.0
@@ -155,6 +155,29 @@ def test_a_request_with_an_error_is_answered_when_the_agent_is_there(
             start.go.set()
             with pytest.raises(EthaError):
                 await asked
+            await connection.close(TIMEOUT)
+
+    started(story, monkeypatch)
+
+
+def test_a_request_ends_at_its_deadline_or_when_it_is_cancelled(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(start: Start) -> None:
+        async with start.serving():
+            connection = await connect()
+            staying = asyncio.create_task(connection.link.request(GetStatus(), timeout=TIMEOUT))
+            with pytest.raises(
+                AgentUnavailableError, match=rf"in time; waited for process {os.getpid()}.*Give more time"
+            ):
+                await connection.link.request(GetStatus(), timeout=0.05)
+            start.kept.clear()
+            cancelled = asyncio.create_task(connection.link.request(GetStatus(), timeout=TIMEOUT))
+            await start.kept.wait()
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            assert not staying.done()
+            start.go.set()
+            assert workers(await staying) == [os.getpid()]
             await connection.close(TIMEOUT)
 
     started(story, monkeypatch)
