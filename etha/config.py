@@ -22,6 +22,8 @@ RESERVED = frozenset({".", "..", "redis.sock", "redis.lock", "redis.start"})
 MAX_TENSOR_NAME = 500
 #: A GPU's agent is named by this and the GPU's uuid.
 CUDA_AGENT = "cuda-"
+#: Whether versions of a publication travel as their difference to the version before; "auto": where that is faster.
+DIFFERENCES = ("auto", "always", "never")
 #: Default of an agent's staging memory, in bytes.
 STAGING = 256 << 20
 #: The least: some copy slots and streams.
@@ -53,6 +55,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
     "ETHA_REPLICA": "this worker's replica in elastic groups; default: torchrun's run id, or a name of this process",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
+    "ETHA_DIFFERENCES": "auto, always or never: send only what changed since the version before; default: auto",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
     "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
@@ -218,6 +221,7 @@ class Settings:
     log: LogSettings = LogSettings()
     trace: Path | None = None
     metrics: str | None = None
+    differences: str = DIFFERENCES[0]
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -260,6 +264,7 @@ class Settings:
             staging=parse_staging("ETHA_STAGING", env.get("ETHA_STAGING") or str(STAGING)),
             log=LogSettings.from_env(env),
             metrics=_text(env, "ETHA_METRICS"),
+            differences=_one_of(env, "ETHA_DIFFERENCES", DIFFERENCES, DIFFERENCES[0]),
         )
 
     def check_agent(self) -> None:
@@ -298,6 +303,7 @@ class Settings:
             "ETHA_ADVERTISE": self.advertise,
             "ETHA_ENCRYPT": "1" if self.encrypt else None,
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
+            "ETHA_DIFFERENCES": self.differences if self.differences != DIFFERENCES[0] else None,
             "ETHA_LOG": self.log.level if self.log.level != LOG else None,
             "ETHA_LOG_FORMAT": self.log.format if self.log.format != LOG_FORMATS[0] else None,
             "ETHA_TRACE": None if self.trace is None else str(self.trace),
@@ -312,6 +318,7 @@ class Settings:
             "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
             "ETHA_ENCRYPT": "1" if self.encrypt else "no ETHA_ENCRYPT",
             "ETHA_STAGING": str(self.staging),
+            "ETHA_DIFFERENCES": self.differences,
             "ETHA_LOG": self.log.level,
             "ETHA_LOG_FORMAT": self.log.format,
             "ETHA_TRACE": "no ETHA_TRACE" if self.trace is None else str(self.trace),

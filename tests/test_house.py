@@ -23,7 +23,7 @@ EDGES: dict[str, set[str]] = {
     "errors": {"phases"},
     "addresses": {"errors"},
     "config": {"errors", "addresses"},
-    # Inner loops of groups: knows no group.
+    # Inner loops: knows no group and no stream.
     "native": {"errors", "config"},
     # What people see of agents, and where it is kept: nothing here knows an agent or a client.
     "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
@@ -54,7 +54,7 @@ EDGES: dict[str, set[str]] = {
     # What is asked of a GPU's driver and of NCCL. Whoever does not meet a GPU loads none of it but the Protocols.
     "cuda": {"errors", "config"},
     "memory": {"errors", "config", "cuda", "native"},
-    "transport": {"errors", "config", "limits", "memory", "plan", "cuda", "observe"},
+    "transport": {"errors", "config", "limits", "memory", "native", "plan", "cuda", "observe"},
     "agent": {
         "addresses",
         "errors",

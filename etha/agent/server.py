@@ -169,6 +169,7 @@ class Agent:
             advertise=settings.advertise,
             encrypt=settings.encrypt,
             staging=settings.staging,
+            differences=settings.differences,
             said=self._said,
             on_agent_lost=self.on_agent_lost,
             card=card,

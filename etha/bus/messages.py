@@ -270,7 +270,8 @@ class Pulled(StrictStruct, frozen=True, kw_only=True):
 class Moved(StrictStruct, frozen=True, kw_only=True):
     """A committed transfer. ``nbytes``: this worker's payload. ``seconds``: from GO to COMMIT.
 
-    ``phases``: those of the agent; the worker adds its own.
+    ``phases``: those of the agent; the worker adds its own. ``wired``: bytes that have come over streams, for all
+    workers of this agent.
     """
 
     seq: int
@@ -280,6 +281,7 @@ class Moved(StrictStruct, frozen=True, kw_only=True):
     peers: Items[tuple[Text, int]]
     peak_staging: int
     phases: Phases = NO_PHASES
+    wired: int = 0
 
 
 @message("progress")

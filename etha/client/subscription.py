@@ -64,7 +64,8 @@ class Update:
     """A version that this rank's tensors hold now, and all other ranks' of its subscriber.
 
     ``source``: the side that has sent it, which is the publisher or another subscriber. ``bytes``: this rank's payload.
-    ``seconds``: of the transfer, without the wait for a holder.
+    ``seconds``: of the transfer, without the wait for a holder. ``wire_bytes``: what came over the network for it, to
+    all ranks that share this one's agent; 0 on one host, less than ``bytes`` where only what has changed was sent.
     """
 
     seq: int
@@ -72,6 +73,7 @@ class Update:
     source: str
     bytes: int
     seconds: float
+    wire_bytes: int = 0
 
 
 class HopClient(Protocol):
@@ -358,6 +360,7 @@ class AsyncSubscription(OfOneProcess):
                 source=claimed.source,
                 bytes=moved.nbytes,
                 seconds=moved.seconds,
+                wire_bytes=moved.wired,
             )
 
     async def _settle(self, claimed: VersionClaimed, commit: _Commit, error: str) -> None:

@@ -849,3 +849,4 @@ void etha_kick(etha_progress_args *a) {
 
 #include "streams.c"
 #include "pull.c"
+#include "difference.c"

@@ -6,6 +6,7 @@ Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: tokens that open data connections
 Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers know
 AskRecords, TellRecords: lines of the other agent's files, for `etha events`
+HeldBase: what a worker of mine has, before it receives the next version of a publication
 Copied, Sums: how far a copy is, and checksums of what was copied or sent, for verification
 """
 
@@ -112,6 +113,16 @@ class Sums(StrictStruct, frozen=True, kw_only=True):
     sums: Annotated[bytes, Meta(max_length=8 * SUMS_PER_MESSAGE)]
 
 
+@message("held_base")
+class HeldBase(StrictStruct, frozen=True, kw_only=True):
+    """In the hop of claim ``claim``, target rank ``rank`` of mine holds version ``seq`` whole: you may send it the
+    difference."""
+
+    claim: int
+    rank: int
+    seq: int
+
+
 @message("unique_id")
 class UniqueId(StrictStruct, frozen=True, kw_only=True):
     """The id of the NCCL communicator to use after failed transfer ``edition``, from the agent that makes the ids."""
@@ -183,6 +194,7 @@ Introduction = (
     | GiveTokens
     | Copied
     | Sums
+    | HeldBase
     | UniqueId
     | AskMissing
     | TellMissing

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from etha.errors import PeerLostError
 from etha.memory.revocation import Guard
 from etha.transport.copy.program import Member
+from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
 
 #: Length in bytes of a transfer's key, by which its two ends recognise each other.
@@ -54,7 +55,9 @@ class WireRun:
     """One transfer's use of a program. (``key``, ``seq``) names it to the other ends; ``key`` has KEY_BYTES bytes.
 
     ``guards`` are the calls that lend memory to it, as in an ``Execution``. ``after`` is the number of the batch's last
-    failed transfer, 0 if none failed. After the run, ``touched`` says whether targets may have been written.
+    failed transfer, 0 if none failed. ``bases``: versions that the sources here still have, by the agent whose targets
+    hold them. ``held``: the number of the version that the targets here hold whole, 0 for none. After the run,
+    ``touched`` says whether targets may have been written, and ``wired`` how many bytes have come over the wire.
     """
 
     program: WireProgram
@@ -63,7 +66,10 @@ class WireRun:
     seq: int
     prepared: bool = False
     after: int = 0
+    bases: Mapping[str, BaseVersion] = field(default_factory=dict)
+    held: int = 0
     touched: bool = False
+    wired: int = 0
 
 
 class Transport(Protocol[Bucket_contra]):

@@ -18,7 +18,7 @@ from typing import Self
 
 from etha.addresses import Advertised, format_address, is_loopback, parse_address
 from etha.agent.runtime.device import GpuDevice
-from etha.config import STAGING
+from etha.config import DIFFERENCES, STAGING
 from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of, with_note
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.reach import ReachError
@@ -72,6 +72,7 @@ class PeerLinks:
         said: Callable[[str, Scope, Said], None],
         on_agent_lost: Callable[[str, str], None],
         staging: int = STAGING,
+        differences: str = DIFFERENCES[0],
         card: GpuDevice | None = None,
         log_note: str = "",
     ) -> None:
@@ -79,6 +80,7 @@ class PeerLinks:
         self.log_note = log_note
         self.card, self.mappings = card, None if card is None else card.mappings
         self.me, self.host, self._store, self.staging = me, host, store, staging
+        self._differences = differences
         self._advertised = None if advertise is None else Advertised.parse(advertise)
         self._listen, self._said, self._on_agent_lost = listen, said, on_agent_lost
         self._identity = Identity.fresh() if encrypt else None
@@ -123,6 +125,7 @@ class PeerLinks:
                 staging=self.staging,
                 memory=None if self.card is None else self.card.memory,
                 identity=self._identity,
+                differences=self._differences,
             )
             stack.push_async_callback(self.plane.close)
             # NCCL traffic cannot be encrypted, so an agent that encrypts has no NCCL and uses streams instead.

@@ -30,6 +30,7 @@ from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.copy.pulling import PullPlan
 from etha.transport.copy.staging import Peak
 from etha.transport.tcp.data_plane import DataPlane
+from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
 
 #: Programs of at most this many bytes run on the loop itself, in about ten microseconds.
@@ -77,6 +78,8 @@ class TransferRun:
         plane: DataPlane | None,
         wire: BatchTransport | None,
         after: int,
+        bases: Mapping[str, BaseVersion],
+        held: int,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         progress: Callable[[int], None],
         over: Over,
@@ -84,11 +87,17 @@ class TransferRun:
         pulls: WorkerPulls | None = None,
         about: Mapping[str, Any] = NOTHING,
     ) -> None:
-        """``pulls``: the copies that workers do themselves. ``about``: what the trace says of its pieces."""
+        """``bases`` and ``held``: see ``WireRun``. ``pulls``: the copies that workers do themselves.
+
+        ``about``: what the trace says of its pieces.
+        """
         self._pulls = pulls
         self._about = about
         self._program, self._seq, self._guards = program, seq, guards
         self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
+        self._bases, self._held = bases, held
+        #: Bytes that have come over streams.
+        self.wired = 0
         self._spawn, self._progress, self._tell = spawn, progress, over
         self._running: list[Running] = []
         self._left = 0
@@ -158,7 +167,15 @@ class TransferRun:
         self.peak_staging = program.near.peak_staging(self._lane.threads)
         if program.wire is not None and (program.joins or not program.wire.empty):
             assert self._plane is not None and self._wire is not None
-            run = WireRun(program=program.wire, seq=self._seq, guards=self._guards, key=program.key, after=self._after)
+            run = WireRun(
+                program=program.wire,
+                seq=self._seq,
+                guards=self._guards,
+                key=program.key,
+                after=self._after,
+                bases=self._bases,
+                held=self._held,
+            )
             self._run = run
             self._peak = self._plane.budget.watch()
             if program.wire.aliased:  # what lies under targets is read before anything is written
@@ -285,6 +302,7 @@ class TransferRun:
     def _end(self) -> None:
         """Nothing touches memory any more."""
         touched = (self._job is not None and self._job.touched) or (self._run is not None and self._run.touched)
+        self.wired = self._run.wired if self._run is not None else 0
         touched = touched or (self._pulls is not None and self._pulls.touched)
         if self._peak is not None and self._plane is not None:
             self.peak_staging += self._plane.budget.seen(self._peak)

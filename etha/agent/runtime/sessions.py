@@ -21,6 +21,7 @@ from etha.memory.mapping import StandingSegment, WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.records import RankHolder as Holder
+from etha.transport.wire.differences import BaseVersion
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,19 @@ class Seat:
     @property
     def member(self) -> Member:
         return (self.side, self.rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopClaim:
+    """What a rank brings to hop number ``claim``, of which others may send it the difference to what it has.
+
+    A receiving rank ``held`` this version whole when the hop began, 0: none. A sending rank's ``find(seq)`` gives that
+    version as it still has it, None if it does not.
+    """
+
+    claim: int
+    held: int = 0
+    find: Callable[[int], BaseVersion | None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +74,8 @@ class WorkerSession:
     batches: dict[str, tuple[str, int]] = field(default_factory=dict)
     #: Segments that the worker has given to this agent to hold, and that no publication or subscription has taken yet.
     standing: dict[str, StandingSegment] = field(default_factory=dict)
+    #: batch name -> the hop of a publication for which the batch's next transfer is.
+    hops: dict[str, HopClaim] = field(default_factory=dict)
 
     @property
     def reach(self) -> str:

@@ -25,7 +25,7 @@ from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
-from etha.peer.introductions import Exhibits, Sums, UniqueId
+from etha.peer.introductions import Exhibits, HeldBase, Sums, UniqueId
 from etha.peer.messages import Message, Verb, Version
 from etha.peer.wire import Scope
 from etha.phases import Phases
@@ -314,6 +314,8 @@ class RegisteredBatch:
         #: Number of the last transfer that failed.
         self.failed = 0
         self.received_sums = ReceivedSums()
+        #: What target ranks of other agents hold before a hop: (claim, seq).
+        self.held_bases: dict[int, tuple[int, int]] = {}
         #: By source side, and whether it sends a snapshot.
         self.programs: dict[tuple[str, bool], DirectionProgram] = {}
         self.asks: dict[CallKey, Ask] = {}
@@ -405,10 +407,12 @@ class RegisteredBatch:
                     found.add("local" if giver == taker else "host" if routing.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def take(self, agent: str, message: Sums | UniqueId) -> None:
+    def take(self, agent: str, message: Sums | UniqueId | HeldBase) -> None:
         """Take another agent's message that a transfer of this batch needs."""
         if isinstance(message, Sums):
             self.received_sums.take(agent, message)
+        elif isinstance(message, HeldBase):
+            self.held_bases[message.rank] = message.claim, message.seq
         elif isinstance(self.transport, NcclBatchTransport):
             self.transport.hear(agent, message)
 

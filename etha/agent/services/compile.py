@@ -15,6 +15,7 @@ from etha.agent.runtime.run import DirectionProgram
 from etha.agent.runtime.transports import BatchTransport, NcclBatchTransport
 from etha.agent.runtime.verification import ChecksumReaders, TransferVerification
 from etha.agent.services.batch_state import LocalRegistration, RegisteredBatch, RunningProgram
+from etha.agent.services.differences import batch_may_differ
 from etha.errors import TransferError
 from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
@@ -160,7 +161,11 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         near=near,
         nbytes=nbytes,
         peers=peers,
-        wire=wire if verification_plan is None else replace(wire, observer=verification_plan.reduction_sums),
+        wire=replace(
+            wire,
+            observer=None if verification_plan is None else verification_plan.reduction_sums,
+            differs=not batch.over_nccl and batch_may_differ(batch, source),
+        ),
         key=hashlib.sha256(name.encode()).digest(),
         joins=batch.over_nccl,
         verification_plan=verification_plan,

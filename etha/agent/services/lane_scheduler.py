@@ -12,8 +12,11 @@ from collections.abc import Callable, Hashable
 from etha.agent.protocol.lane_queue import Granted, LaneQueue, Need, Recalled
 from etha.agent.protocol.participant import TransferEffect
 from etha.agent.services.batch_state import RegisteredBatch
+from etha.agent.services.differences import batch_may_differ
 from etha.peer.messages import Ticket
+from etha.transport.copy.staging import rounded_up
 from etha.transport.tcp.data_plane import DataPlane
+from etha.transport.tcp.streams import difference_room
 from etha.transport.verify.checksums import READER
 from etha.transport.wire.flows import CHUNK, WireProgram
 
@@ -62,7 +65,8 @@ class Needs:
         return [program.wire for program in found if program.wire is not None]
 
     def _bound(self, batch: RegisteredBatch, source: str) -> int:
-        chunks = 2 * (len(batch.agents) - 1) * batch.terms.streams * CHUNK
+        lane = CHUNK + (rounded_up(difference_room(CHUNK)) if batch_may_differ(batch, source) else 0)
+        chunks = 2 * (len(batch.agents) - 1) * batch.terms.streams * lane
         reduces = any(klass.reduction is not None for klass in batch.evaluation.plans[source].classes)
         slabs = 2 * (batch.terms.staging // 8) if reduces else 0
         both = all(batch.me in agents for agents in batch.registration.machine.agents.values())

@@ -22,10 +22,10 @@ from typing import Any
 
 from etha.agent.protocol.effects import name_ranks
 from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair
+from etha.agent.runtime.hop_worker import HopWorker, StandingTensors
 from etha.agent.runtime.in_process_worker import Dispatcher
-from etha.agent.runtime.sessions import OpenCalls, WorkerSession
+from etha.agent.runtime.sessions import HopClaim, OpenCalls, WorkerSession
 from etha.agent.runtime.tasks import EndableTask, Spawn, outage
-from etha.agent.services.hop_worker import HopWorker, StandingTensors
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.side_tables import SideMeeting, misfits
 from etha.bus.codec import Request
@@ -77,6 +77,7 @@ from etha.store.publication_records import (
 )
 from etha.store.records import RankHolder
 from etha.store.registry import Store
+from etha.transport.wire.differences import BaseVersion
 
 log = logging.getLogger(__name__)
 
@@ -608,6 +609,10 @@ class PublicationService:
                 del rank.sources[next(iter(rank.sources))]
             if rank.number == 0:
                 self._spawn(self._renew(side, rank, claim))
+            pair = hop_pair(side.publication, claim.holder, side.holder)
+            batch = hop_batch(pair, claim.slot)
+            if rank.session is not None and rank.buffers:
+                rank.session.hops[batch] = HopClaim(claim=claim.number, held=rank.buffers[0].seq)
             for slot, buffer in enumerate(rank.buffers):
                 buffer.clear()
                 self._remember(side, rank, slot, 0, None)
@@ -621,8 +626,8 @@ class PublicationService:
             claim=claim.number,
             turn=asking.request.call,
             source=claim.source,
-            pair=(pair := hop_pair(side.publication, claim.holder, side.holder)),
-            batch=hop_batch(pair, claim.slot),
+            pair=pair,
+            batch=batch,
             seq=claim.seq,
             version=claim.version,
         )
@@ -658,6 +663,8 @@ class PublicationService:
         if claim is None or claim.number != message.claim:
             return
         rank.claim = rank.asked = None
+        if rank.session is not None:
+            rank.session.hops.pop(hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot), None)
         if not message.error:
             rank.links = [*(one for one in rank.links if one != claim.holder), claim.holder][-MAX_LINKS:]
             for slot, buffer in enumerate(rank.buffers):
@@ -774,7 +781,13 @@ class PublicationService:
 
         try:
             version = claim.seq if claim.version is None else claim.version
-            await worker.send(hop_batch(pair, claim.slot), claim.slot, version, ready)
+            await worker.send(
+                hop_batch(pair, claim.slot),
+                claim.slot,
+                version,
+                ready,
+                HopClaim(claim=claim.number, find=lambda seq: _base(worker, rank, claim.slot, seq)),
+            )
         finally:
             buffer.readers.discard(claim.number)
             side.notify()
@@ -860,6 +873,15 @@ class _Asking:
 
     request: ClaimRequest
     answer: ClaimAnswer | None = None
+
+
+def _base(worker: HopWorker, rank: LocalRank, slot: int, seq: int) -> BaseVersion | None:
+    """Version ``seq`` in another slot of a rank that sends ``slot``."""
+    others = [other for other, buffer in enumerate(rank.buffers) if other != slot and buffer.holds(seq)]
+    if not others:
+        return None
+    before = rank.buffers[others[0]]
+    return BaseVersion(seq=seq, views=worker.views_between(slot, others[0]), intact=lambda: before.holds(seq))
 
 
 def _places(message: Publish | Subscribe, serves: bool) -> int:

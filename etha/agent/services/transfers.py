@@ -32,6 +32,7 @@ from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
 from etha.agent.services.batch_state import Ask, Key, RegisteredBatch, RunningProgram
 from etha.agent.services.compile import TransferCompiler
+from etha.agent.services.differences import bases, held_here, tell_held
 from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
 from etha.agent.services.stragglers import StragglerQueries
@@ -47,7 +48,7 @@ from etha.memory.reach import AccessError, FaultError, ReachError, RevokedError,
 from etha.memory.revocation import Guard
 from etha.observe import trace
 from etha.observe.recorder import Recorder
-from etha.peer.introductions import Copied, Sums, UniqueId
+from etha.peer.introductions import Copied, HeldBase, Sums, UniqueId
 from etha.peer.messages import Message
 from etha.phases import NO_PHASES, Phases
 from etha.store.registry import Store
@@ -115,6 +116,8 @@ class TransferService:
             trace_id=message.trace_id,
             pulls=message.pulls,
         )
+        if message.verb == "recv":
+            tell_held(batch, member, session, lambda agent, held: self._links.tell(agent, batch.scope, held))
         call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
         self._stream_order.pass_on(
             batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
@@ -162,9 +165,9 @@ class TransferService:
         await self.stragglers.learn(batch, key)
         self._perform(batch, batch.participant.end(key, expired=True))
 
-    def hear(self, batch: RegisteredBatch, agent: str, message: Message | Sums | UniqueId) -> None:
+    def hear(self, batch: RegisteredBatch, agent: str, message: Message | Sums | UniqueId | HeldBase) -> None:
         """A message from another agent of the batch."""
-        if isinstance(message, Sums | UniqueId):
+        if isinstance(message, Sums | UniqueId | HeldBase):
             batch.take(agent, message)
         else:
             self._perform(batch, batch.participant.hear(agent, message))
@@ -298,6 +301,7 @@ class TransferService:
         verification = None  # nothing is verified
         if program.verification_plan is not None:
             verification = self.compiler.verification(batch, current.seq, program.verification_plan, guards, self._lane)
+        wire = program.wire
         current.run = TransferRun(
             program,
             current.seq,
@@ -306,6 +310,8 @@ class TransferService:
             plane=self._links.plane,
             wire=batch.transport,
             after=batch.failed,
+            bases=bases(batch, current.source) if wire is not None and wire.differs else {},
+            held=held_here(batch, current.source) if wire is not None and wire.differs else 0,
             spawn=self._spawn,
             progress=lambda done: self.progress_reporter.went(batch, current, done),
             over=lambda error, touched: self._moved(batch, current, error, touched),
@@ -414,6 +420,7 @@ class TransferService:
                 peers=peers,
                 peak_staging=current.run.peak_staging if current.run is not None else 0,
                 phases=current.phases((side, rank), now),
+                wired=current.run.wired if current.run is not None and role == "target" else 0,
             )
             self._calls.answer(key, moved)
 

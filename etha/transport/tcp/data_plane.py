@@ -23,8 +23,9 @@ from etha.transport.copy.staging import Budget, CopySlots, Pool, StagingChunk, S
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.listener import OPENING_BYTES, Admit, DataAddress, DataListener, connect
 from etha.transport.tcp.run import TcpRun
-from etha.transport.tcp.streams import Header, ReceiveStream, SendStream
+from etha.transport.tcp.streams import Header, ReceiveStream, SendStream, difference_room
 from etha.transport.tcp.tls import Identity
+from etha.transport.wire.differences import BaseVersion, DifferenceChoice
 from etha.transport.wire.flows import STREAMS, WireProgram
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class DataPlane:
         copy_slots: int | None = None,
         memory: StagingMemory | None = None,
         identity: Identity | None = None,
+        differences: str = "auto",
     ) -> None:
+        self._choices: dict[str, DifferenceChoice] = defaultdict(lambda: DifferenceChoice(differences))
         self.budget = Budget(staging)
         self.memory = StagingMemory() if memory is None else memory
         self.copy_slots = CopySlots(self.budget, copy_slots, self.memory)
@@ -256,6 +259,7 @@ class DataPlane:
                     raise ProtocolError(f"transfer {wire_run.seq} runs already")
                 run = self._running[label] = TcpRun(
                     program, wire_run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
+                    bases=self._chosen(wire_run), held=wire_run.held if program.differs else 0,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
                 )  # fmt: skip
                 self._changed.notify_all()
@@ -286,6 +290,7 @@ class DataPlane:
         slabs = sum(map(rounded_up, program.slabs))
         return (
             program.packed * rounded_up(program.chunk)
+            + (program.lanes * rounded_up(difference_room(program.chunk)) if program.differs else 0)
             + slabs
             + program.staged
             + self.copy_slots.count * program.scratch
@@ -295,6 +300,20 @@ class DataPlane:
     def room(self) -> int:
         """Bytes of staging for all runs together."""
         return self.budget.limit - self.copy_slots.scratch
+
+    def _chosen(self, wire_run: WireRun) -> dict[str, BaseVersion]:
+        """The agents to which this run sends differences."""
+        sends = wire_run.program.sends
+        return {
+            peer: base
+            for peer, base in wire_run.bases.items()
+            if wire_run.program.differs and peer in sends and self._choices[peer].choose(sends[peer].nbytes)
+        }
+
+    def note(self, run: TcpRun, seconds: float) -> None:
+        """A run has ended well, after ``seconds``."""
+        for peer, flow in run.program.sends.items():
+            self._choices[peer].note(flow.nbytes, seconds, differed=peer in run.bases)
 
     async def prepare(self, run: WireRun) -> None:
         """Copy what must be read before anything is written. The rest of the transfer may begin only after it."""

@@ -26,6 +26,7 @@ from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
 from etha.transport.wire.crossings import SlotPart
+from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.forwarding import ForwardingProgress
 
@@ -67,13 +68,17 @@ class TcpRun:
         copy_slots: CopySlots,
         budget: Budget,
         slabs: Sequence[StagingChunk],
+        bases: Mapping[str, BaseVersion],
+        held: int,
         on_progress: Progress | None,
         on_fail: Callable[[], None],
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
         self.error: BaseException | None = None
-        #: Whether targets may have been written.
-        self.touched = False
+        #: Versions with which what is sent is compared, by the agent that holds them; and the one that is held here.
+        self.bases, self.held = bases, held
+        #: Whether targets may have been written, and bytes that have come over the wire.
+        self.touched, self.wired = False, 0
         self.loop = asyncio.get_running_loop()
         self.over: asyncio.Future[None] = self.loop.create_future()
         self._copy_slots, self._budget, self.slabs = copy_slots, budget, slabs
@@ -143,10 +148,12 @@ class TcpRun:
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(callback, *args)
 
-    def moved(self, nbytes: int) -> None:
-        """Count payload, sent or received, and report progress at most ten times a second."""
+    def moved(self, nbytes: int, wired: int = 0) -> None:
+        """Count payload, sent or received, and report progress at most ten times a second. ``wired``: bytes that have
+        come over the wire for it."""
         with self._changed:
             self.done += nbytes
+            self.wired += wired
             now = time.monotonic()
             if self._on_progress is not None and now - self._progress_at >= PROGRESS_EVERY:
                 self._progress_at = now

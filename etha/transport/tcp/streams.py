@@ -19,27 +19,36 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
+import numpy as np
+import torch
+
 from etha.errors import ProtocolError, TransferError
+from etha.native.difference import Bytes, load_difference, most_bytes
 from etha.observe import trace
 from etha.transport.base import StreamLost
 from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, TcpRun
-from etha.transport.wire.flows import Flow, FlowPiece, Span
+from etha.transport.wire.differences import BaseVersion
+from etha.transport.wire.flows import CHUNK, Flow, FlowPiece, Span
 
-_MAGIC = b"etha-w1\0"
-#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes that follow on this stream.
-_HEADER = struct.Struct("<8s32s32sQIIQQ")
+_MAGIC = b"etha-w2\0"
+#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes of this stream, base.
+_HEADER = struct.Struct("<8s32s32sQIIQQQ")
 HEADER_BYTES = _HEADER.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a stream announces before a run's bytes; the other end compares it with its own plan."""
+    """What a stream announces before a run's bytes; the other end compares it with its own plan.
+
+    ``base``: what follows is the difference to the version of this number, which the targets hold; 0: all bytes.
+    """
 
     key: bytes
     digest: bytes
@@ -48,25 +57,28 @@ class Header:
     lanes: int
     nbytes: int
     wire: int
+    base: int = 0
 
     @classmethod
-    def of(cls, flow: Flow, lane: int, label: tuple[bytes, int]) -> Header:
+    def of(cls, flow: Flow, lane: int, label: tuple[bytes, int], base: int = 0) -> Header:
         """The header of one lane of a flow."""
         return cls(
             key=label[0], digest=flow.digest, seq=label[1], lane=lane, lanes=len(flow.lanes), nbytes=flow.nbytes,
-            wire=sum(span.wire for span in flow.lanes[lane]),
+            wire=sum(span.wire for span in flow.lanes[lane]), base=base,
         )  # fmt: skip
 
     def pack(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire)
+        return _HEADER.pack(
+            _MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire, self.base
+        )
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Header:
         """The inverse of ``pack``. ProtocolError for anything else."""
-        magic, key, digest, seq, lane, lanes, nbytes, wire = _HEADER.unpack(data)
+        magic, key, digest, seq, lane, lanes, nbytes, wire, base = _HEADER.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the other agent's data begin with {magic!r}: use one version of etha")
-        return cls(key=key, digest=digest, seq=seq, lane=lane, lanes=lanes, nbytes=nbytes, wire=wire)
+        return cls(key=key, digest=digest, seq=seq, lane=lane, lanes=lanes, nbytes=nbytes, wire=wire, base=base)
 
 
 #: Most bytes of one system call inside a worker's memory.
@@ -108,6 +120,7 @@ class Stream(ABC):
         self.closed = False
         self.sock, self.owner = conn, owner
         self._chunk: StagingChunk | None = None
+        self._more: StagingChunk | None = None
         self._lock = threading.Lock()
         #: Held by a thread other than the stream's own while it uses the socket.
         self.using = threading.Lock()
@@ -158,11 +171,18 @@ class Stream(ABC):
             self._chunk = self.owner.pool.take(run.program.chunk)
         return self._chunk
 
-    def leave_chunk(self) -> None:
-        """Give the chunk back. Idempotent."""
-        chunk, self._chunk = self._chunk, None
-        if chunk is not None:
-            self.owner.pool.give(chunk)
+    def difference_chunk(self, run: TcpRun) -> StagingChunk:
+        """The chunk that it needs besides for differences: what was sent before, and frames."""
+        if self._more is None:
+            self._more = self.owner.pool.take(difference_room(run.program.chunk))
+        return self._more
+
+    def leave_chunks(self) -> None:
+        """Give the chunks back. Idempotent."""
+        chunks, self._chunk, self._more = (self._chunk, self._more), None, None
+        for chunk in chunks:
+            if chunk is not None:
+                self.owner.pool.give(chunk)
 
     def lost(self, error: OSError | None = None) -> TransferError:
         """The error for a stream that the other end has closed, or that answers nothing any more."""
@@ -203,7 +223,7 @@ class _Part:
             error = self._stream.lost(error)
         if (tracer := trace.active) is not None:
             self._trace(tracer, error)
-        self._stream.leave_chunk()  # before the run can be over, because its bookings are free then
+        self._stream.leave_chunks()  # before the run can be over, because its bookings are free then
         self._tcp_run.end(self._stream, error)
         if error is not None:
             self._stream.shut()
@@ -269,7 +289,7 @@ class ReceiveStream(Stream):
             if run is None or not run.begin(self):
                 return
             with self.part(run, header.lane):
-                self._run(run, self._agree(run, header), header.lane)
+                self._run(run, self._agree(run, header), header.lane, header.base)
             if self.closed:
                 return
             del run
@@ -285,7 +305,7 @@ class ReceiveStream(Stream):
         plan."""
         flow = run.program.receives.get(self.peer)
         lanes = () if flow is None else flow.lanes
-        mine = Header.of(flow, header.lane, run.label) if flow and header.lane < len(lanes) else None
+        mine = Header.of(flow, header.lane, run.label, header.base) if flow and header.lane < len(lanes) else None
         if flow is None or header != mine:
             raise ProtocolError(
                 f"agent {self.peer} is about to send {header.nbytes} bytes in {header.lanes} streams "
@@ -293,11 +313,19 @@ class ReceiveStream(Stream):
                 f"{flow.nbytes if flow else 0} in {len(lanes)} (digest {flow.digest.hex()[:12] if flow else 'none'}): "
                 f"both agents must have the same plan, bucket size, streams and staging"
             )
+        if header.base not in (0, run.held):
+            raise ProtocolError(
+                f"agent {self.peer} is about to send the difference to version {header.base}, but the tensors here "
+                f"hold {run.held or 'none'}"
+            )
         return flow
 
-    def _run(self, run: TcpRun, flow: Flow, lane: int) -> None:
+    def _run(self, run: TcpRun, flow: Flow, lane: int, base: int) -> None:
         for span in flow.lanes[lane]:
-            if span.index >= 0:
+            wired = span.wire
+            if base:
+                wired = self._difference(run, span)
+            elif span.index >= 0:
                 self._contribution(run, span)
             elif span.memory is not None:
                 self._straight(run, span, span.memory)
@@ -305,7 +333,7 @@ class ReceiveStream(Stream):
                 self._unpacked(run, span)
             if span.arrivals:
                 run.laid(span.arrivals)
-            run.moved(span.nbytes)
+            run.moved(span.nbytes, wired)
             self.owner.count(self.peer, 0, span.nbytes)
 
     def _contribution(self, run: TcpRun, span: Span) -> None:
@@ -340,6 +368,9 @@ class ReceiveStream(Stream):
     def _unpacked(self, run: TcpRun, span: Span) -> None:
         chunk = self.chunk(run)
         self._fill(chunk.reserve(run.program.chunk)[: span.wire])
+        self._unpack(run, span, chunk)
+
+    def _unpack(self, run: TcpRun, span: Span, chunk: StagingChunk) -> None:
         ops = []
         for place, piece in span.pieces:
             dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
@@ -352,6 +383,62 @@ class ReceiveStream(Stream):
             run.writing(copy_slot),
         ):
             copy_slot.run(ops)
+
+    # ---- differences --------------------------------------------------------------------------
+
+    def _difference(self, run: TcpRun, span: Span) -> int:
+        """Receive what has changed in a span, piece by piece, and return the bytes that came for it."""
+        frames = self.difference_chunk(run).reserve(difference_room(run.program.chunk))
+        if span.memory is not None:
+            return self._changed_straight(run, span, span.memory, frames)
+        assert span.pieces, "a contribution in a difference"
+        return self._changed_packed(run, span, frames)
+
+    def _changed_straight(self, run: TcpRun, span: Span, memory: memoryview, frames: memoryview) -> int:
+        wired = at = 0
+        for cut in span.cuts:
+            records = self._frame(cut.nbytes, frames)
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
+                run.touched = True
+                self._apply(memory[at : at + cut.nbytes], cut.nbytes, cut.dtype, records)
+            wired += FRAME.size + records.nbytes
+            at += cut.nbytes
+        return wired
+
+    def _changed_packed(self, run: TcpRun, span: Span, frames: memoryview) -> int:
+        """What has not changed is taken from the targets themselves, so that they are written as a whole."""
+        chunk, wired, loaded = self.chunk(run), 0, False
+        memory = chunk.reserve(run.program.chunk)
+        for place, piece in span.pieces:
+            records = self._frame(piece.nbytes, frames)
+            wired += FRAME.size + records.nbytes
+            if not self._apply(None, piece.nbytes, piece.dtype, records):
+                continue
+            if not loaded:
+                loaded = True
+                with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
+                    _load(span, chunk)
+            self._apply(memory[place : place + piece.nbytes], piece.nbytes, piece.dtype, records)
+        if loaded:
+            self._unpack(run, span, chunk)
+        return wired
+
+    def _frame(self, nbytes: int, frames: memoryview) -> Bytes:
+        """Receive the records of a piece. ProtocolError if there are more than there can be."""
+        head = bytearray(FRAME.size)
+        self._fill(memoryview(head))
+        (length,) = FRAME.unpack(head)
+        if length > most_bytes(nbytes):
+            raise ProtocolError(f"agent {self.peer} sends a difference of {length} bytes for a piece of {nbytes}")
+        self._fill(frames[:length])
+        return np.frombuffer(frames[:length], np.uint8)
+
+    def _apply(self, memory: memoryview | None, nbytes: int, dtype: torch.dtype, records: Bytes) -> int:
+        target = None if memory is None else np.frombuffer(memory, np.uint8)
+        changed = load_difference().apply(target, nbytes, element_bytes(dtype), records)
+        if changed < 0:
+            raise ProtocolError(f"agent {self.peer} sends a malformed difference")
+        return changed
 
     def on_end(self) -> None:
         self._registry.forget(self)
@@ -456,13 +543,16 @@ class SendStream(Stream):
 
     def _run(self, run: TcpRun, flow: Flow, lane: int) -> None:
         spans = flow.lanes[lane]
+        base = run.bases.get(self.peer)
         # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
         more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
-        self.sock.sendall(Header.of(flow, lane, run.label).pack(), more)
+        self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq).pack(), more)
         for span in spans:
             if span.after:
                 run.await_laid(span.after)
-            if span.memory is not None:
+            if base is not None:
+                self._difference(run, span, base)
+            elif span.memory is not None:
                 self._straight(run, span, span.memory)
             else:
                 self._packed(run, span)
@@ -493,6 +583,43 @@ class SendStream(Stream):
             copy_slot.run(ops)
         self.sock.sendall(memory)
 
+    # ---- differences --------------------------------------------------------------------------
+
+    def _difference(self, run: TcpRun, span: Span, base: BaseVersion) -> None:
+        """Send what has changed in a span since ``base``, piece by piece."""
+        room = self.difference_chunk(run).reserve(difference_room(run.program.chunk))
+        frames = FrameWriter(self.sock, room[run.program.chunk :], base.intact)
+        if span.memory is not None:
+            at = 0
+            for cut in span.cuts:
+                newer = span.memory[at : at + cut.nbytes]
+                older = base.memory(cut.view, cut.offset, cut.nbytes)
+                with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
+                    frames.add(newer, older, cut.dtype)
+                frames.send()
+                at += cut.nbytes
+        else:
+            memory, ops = self._pack(run, span)
+            before = room[: run.program.chunk]
+            with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
+                copy_slot.run(ops)
+                copy_slot.run(self._pack_base(run, span, base))
+            for place, piece in span.pieces:
+                end = place + piece.nbytes
+                frames.add(memory[place:end], before[place:end], piece.dtype)
+                frames.send()
+        frames.send(last=True)
+
+    def _pack_base(self, run: TcpRun, span: Span, base: BaseVersion) -> list[Op]:
+        """The copies that fill the other chunk with the span's bytes of ``base``."""
+        chunk, ops = self.difference_chunk(run), []
+        for place, piece in span.pieces:
+            end = piece.ends[0]
+            assert end.view is not None, "a result in a difference"
+            older, dense, first = base.view(end.view), chunk.view(piece.dtype), place // piece.dtype.itemsize
+            ops += [Op(tile, older, dense, offset, first + at) for tile, offset, at in end.steps]
+        return ops
+
     def _pack(self, run: TcpRun, span: Span) -> tuple[memoryview, list[Op]]:
         """The memory for the span's bytes, and the copies that fill it. Waits for the parts whose values it sends."""
         values = {part.number: dense_view(run.value(part)) for part in span.parts}
@@ -510,3 +637,63 @@ class SendStream(Stream):
 def _part_of(piece: FlowPiece) -> int:
     assert piece.part is not None, "a piece without a source"
     return piece.part.number
+
+
+#: Before the records of each piece in a difference: how many bytes they are.
+FRAME = struct.Struct("<I")
+#: Frames are sent once there are this many bytes of them.
+_FULL = 256 << 10
+
+
+def difference_room(chunk: int) -> int:
+    """Bytes that a lane needs for differences besides its chunk of that size: what that held before, and frames."""
+    return chunk + FRAME.size + most_bytes(CHUNK) + _FULL
+
+
+def element_bytes(dtype: torch.dtype) -> int:
+    """Bytes that differ together."""
+    return min(dtype.itemsize, 8)
+
+
+class FrameWriter:
+    """Collects the frames of a span in ``room``, which has space for the longest one beside _FULL bytes.
+
+    Once the version that it compares with is not ``intact`` any more, it sends all bytes.
+    """
+
+    def __init__(self, sock: socket.socket, room: memoryview, intact: Callable[[], bool]) -> None:
+        self._sock, self._room, self._intact = sock, room, intact
+        self._at = 0
+
+    def add(self, newer: memoryview, older: memoryview, dtype: torch.dtype) -> None:
+        """Add the frame of a piece."""
+        out = np.frombuffer(self._room, np.uint8)[self._at + FRAME.size :]
+        fresh, item, library = np.frombuffer(newer, np.uint8), element_bytes(dtype), load_difference()
+        length = library.encode(fresh, np.frombuffer(older, np.uint8), item, out)
+        if not self._intact():  # what was compared may have been torn
+            length = library.encode(fresh, None, item, out)
+        FRAME.pack_into(self._room, self._at, length)
+        self._at += FRAME.size + length
+
+    def send(self, *, last: bool = False) -> None:
+        """Send what has been collected, if that is much or if there will be no more."""
+        if self._at and (last or self._at >= _FULL):
+            self._sock.sendall(self._room[: self._at])
+            self._at = 0
+
+
+def _load(span: Span, chunk: StagingChunk) -> None:
+    """Fill a chunk with what the targets of a span hold; the opposite of unpacking it. Nothing is cast."""
+    for place, piece in span.pieces:
+        dense = chunk.view(piece.dtype)
+        for end in piece.ends:
+            assert end.view is not None and end.view.raw is not None and dense.raw is not None
+            for tile, offset, at in end.steps:
+                first = place // piece.dtype.itemsize + at
+                _strided(dense.raw, tile.counts, tile.source_strides, first).copy_(
+                    _strided(end.view.raw, tile.counts, tile.target_strides, offset)
+                )
+
+
+def _strided(flat: torch.Tensor, counts: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+    return flat.as_strided(counts, strides, int(flat.storage_offset()) + offset)

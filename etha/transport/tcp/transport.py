@@ -6,6 +6,7 @@ A batch uses its agent's data plane:  open(peers) -> run(WireRun) ... -> close()
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from etha.errors import PeerLostError, ProtocolError
@@ -64,6 +65,7 @@ class TcpTransport:
                 raise self._cause
             if program.empty:
                 return 0
+            begun = time.monotonic()
             run = self._plane.begin(bucket, sets, on_progress)
         except BaseException:
             self._plane.release(sets.values())  # nothing was sent over them
@@ -76,10 +78,11 @@ class TcpTransport:
         finally:
             self._running.discard(run)
             self._plane.finish(run)
-            bucket.touched = run.touched
+            bucket.touched, bucket.wired = run.touched, run.wired
         if run.error is not None:
             self._plane.discard(sets.values())
             raise run.error
+        self._plane.note(run, time.monotonic() - begun)
         self._last = list(sets.values())
         return run.done
 

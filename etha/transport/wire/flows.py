@@ -75,13 +75,23 @@ class FlowPiece:
         return -(-self.nbytes // PAD) * PAD
 
 
+class Cut(NamedTuple):
+    """A piece within a span that goes straight to or from memory. ``offset``: bytes from the view's address."""
+
+    view: View
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Span:
     """What a stream does in one go: ``memory``, or a contribution, or pieces at their places in a chunk.
 
     Sending waits for ``parts`` (whose results it sends), and for the ``arrivals`` of other spans in ``after``.
     ``nbytes`` is payload, ``wire`` the bytes that travel. On a device, ``address`` takes the place of ``memory`` (0: it
-    is packed), and ``key`` names the group that both ends put it in (``nccl_messages``).
+    is packed), and ``key`` names the group that both ends put it in (``nccl_messages``). ``cuts`` are the pieces of
+    ``memory``, in order.
     """
 
     nbytes: int
@@ -95,6 +105,7 @@ class Span:
     after: tuple[int, ...] = ()
     address: int = 0
     key: tuple[int, ...] = ()
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,7 +147,8 @@ class WireProgram:
     is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, and ``chunk`` the most that a
     stream packs or unpacks at once. ``passed`` of the bytes sent are forwarded: received from others before. ``sends``
     is in the order of the plan's rounds. ``observer`` is shown every reduction. On a device, ``members`` are the agents
-    of the communicator, and ``early`` puts its copies into ``staged`` bytes of the view space EARLY.
+    of the communicator, and ``early`` puts its copies into ``staged`` bytes of the view space EARLY. ``differs``: its
+    streams may send the difference to what the targets hold (``differences``), and have memory for that.
     """
 
     sends: Mapping[str, Flow]
@@ -152,6 +164,7 @@ class WireProgram:
     passed: int = 0
     observer: FlowObserver | None = None
     members: tuple[str, ...] = ()
+    differs: bool = False
 
     @property
     def total(self) -> int:
@@ -163,6 +176,11 @@ class WireProgram:
         """Number of stream lanes that pack or unpack, each through a chunk of ``chunk`` bytes."""
         flows = (*self.sends.values(), *self.receives.values())
         return sum(any(span.pieces for span in lane) for flow in flows for lane in flow.lanes)
+
+    @property
+    def lanes(self) -> int:
+        """Number of stream lanes."""
+        return sum(len(flow.lanes) for flow in (*self.sends.values(), *self.receives.values()))
 
     @property
     def empty(self) -> bool:
@@ -259,7 +277,8 @@ def _span(run: list[FlowPiece]) -> Span:
         view = first.ends[0].view
         assert view is not None
         memory = first.straight if len(run) == 1 else span_memory(view, first.address, nbytes)
-        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after)
+        cuts = tuple(Cut(view, p.address - view.address, p.nbytes, p.dtype) for p in run)
+        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after, cuts=cuts)
     places, at = [], 0
     for piece in run:
         places.append((at, piece))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from etha.agent.services import hop_worker
-from etha.agent.services.hop_worker import HopWorker, StandingTensors
+from etha.agent.runtime import hop_worker
+from etha.agent.runtime.hop_worker import HopWorker, StandingTensors
+from etha.agent.runtime.sessions import HopClaim
 from etha.bus.messages import BatchLost, InitPair, Moved, PairFormed, PairLost, Register, Registered, Transfer
+
+HOP = HopClaim(claim=1)
 
 
 class Played:
@@ -21,6 +25,7 @@ class Played:
     def __init__(self, dispatcher: Any, segments: Any, pushed: Callable[[Any], None]) -> None:
         self.pushed, self.asked = pushed, list[type]()
         self.cancels = False
+        self.session = SimpleNamespace(hops={})
 
     async def request(self, message: Any, on_cancel: Callable[[Any], None] | None = None) -> Any:
         self.asked.append(type(message))
@@ -72,7 +77,7 @@ def lost(generation: int) -> BatchLost:
 
 async def test_rendezvous_and_registration_happen_once(worker: HopWorker) -> None:
     for _ in range(2):
-        await worker.send("b", 0, 1, ready)
+        await worker.send("b", 0, 1, ready, HOP)
     assert worker._worker.asked == [InitPair, Register, Transfer, Transfer]  # type: ignore[attr-defined]
 
 
@@ -82,7 +87,7 @@ async def test_a_batch_that_is_over_before_its_answer_was_read_is_registered_aga
         return registered(1)
 
     Played.answers = [usual, left_at_once]
-    await worker.send("b", 0, 1, ready)
+    await worker.send("b", 0, 1, ready, HOP)
     assert worker._worker.asked == [InitPair, Register, Register, Transfer]  # type: ignore[attr-defined]
 
 
@@ -92,7 +97,7 @@ async def test_a_pair_that_is_over_before_its_answer_was_read_is_joined_again(wo
         return usual(message, played)
 
     Played.answers = [lost_at_once, lambda *_: PairFormed(epoch=2, local_world_size=1, remote_world_size=1)]
-    await worker.send("b", 0, 1, ready)
+    await worker.send("b", 0, 1, ready, HOP)
     assert worker._worker.asked == [InitPair, InitPair, Register, Transfer]  # type: ignore[attr-defined]
 
 
@@ -103,9 +108,9 @@ async def test_a_registration_that_came_as_its_hop_was_cancelled_stands(worker: 
 
     Played.answers = [usual, late]
     with pytest.raises(asyncio.CancelledError):
-        await worker.send("b", 0, 1, ready)
-    await worker.send("b", 0, 1, ready)
+        await worker.send("b", 0, 1, ready, HOP)
+    await worker.send("b", 0, 1, ready, HOP)
     assert worker._worker.asked == [InitPair, Register, Transfer]  # type: ignore[attr-defined]
     worker._worker.pushed(lost(1))  # type: ignore[attr-defined]
-    await worker.send("b", 0, 1, ready)
+    await worker.send("b", 0, 1, ready, HOP)
     assert worker._worker.asked[3:] == [Register, Transfer]  # type: ignore[attr-defined]

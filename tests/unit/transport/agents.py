@@ -48,12 +48,19 @@ def listening() -> socket.socket:
 class Agent:
     """A data plane with a port, and a book of the tokens that it has given out."""
 
-    def __init__(self, name: str, *, staging: int = STAGING, streams: int = STREAMS) -> None:
+    def __init__(self, name: str, *, staging: int = STAGING, streams: int = STREAMS, differences: str = "auto") -> None:
         self.name = name
         self._given: dict[bytes, str] = {}
         listener = listening()
         self.port = listener.getsockname()[1]
-        self.plane = DataPlane(listener, token_bytes=TOKEN, admit=self._admit, staging=staging, streams=streams)
+        self.plane = DataPlane(
+            listener,
+            token_bytes=TOKEN,
+            admit=self._admit,
+            staging=staging,
+            streams=streams,
+            differences=differences,
+        )
         self.transport = TcpTransport(self.plane)
 
     def _admit(self, token: bytes) -> str | None:
@@ -71,9 +78,9 @@ class Agent:
 
 @asynccontextmanager
 async def agents(
-    names: Sequence[str], *, staging: int = STAGING, streams: int = STREAMS
+    names: Sequence[str], *, staging: int = STAGING, streams: int = STREAMS, differences: str = "auto"
 ) -> AsyncIterator[dict[str, Agent]]:
-    found = {name: Agent(name, staging=staging, streams=streams) for name in names}
+    found = {name: Agent(name, staging=staging, streams=streams, differences=differences) for name in names}
     async with asyncio.TaskGroup() as group:
         doors = [group.create_task(agent.plane.run()) for agent in found.values()]
         try:

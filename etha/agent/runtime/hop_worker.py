@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
 
 from etha.agent.runtime.in_process_worker import Dispatcher, InProcessWorker
+from etha.agent.runtime.sessions import HopClaim
 from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, Register, Registered, Transfer
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import StandingSegment
+from etha.memory.views import View
+from etha.transport.wire.differences import ViewKey, key_of
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +60,16 @@ class HopWorker:
         #: Hops of one subscriber come one after the other.
         self._turn = asyncio.Lock()
         self._hops = 0
+        self._between: dict[tuple[int, int], Mapping[ViewKey, View]] = {}
 
-    async def send(self, batch: str, slot: int, version: int | str, ready: Callable[[], Any]) -> None:
+    async def send(self, batch: str, slot: int, version: int | str, ready: Callable[[], Any], hop: HopClaim) -> None:
         """Send ``slot`` as batch ``batch``. ``await ready()`` comes last before the bytes move. When it returns or
         raises, nothing reads the slot any more."""
         self._hops += 1
         try:
             async with self._turn:
                 epoch = await self._join()
+                self._worker.session.hops[batch] = hop
                 while batch not in self._registered:
                     await self._enroll(batch, slot, epoch)
                 await ready()
@@ -72,12 +77,24 @@ class HopWorker:
                     Transfer(batch=batch, epoch=epoch, verb="send", version=version, slot=0, progress=False)
                 )
         finally:
+            self._worker.session.hops.pop(batch, None)
             self._hops -= 1
             if self._epoch is None and not self._hops:
                 self._left()
 
+    def views_between(self, slot: int, other: int) -> Mapping[ViewKey, View]:
+        """For each tensor of ``slot``, the one of ``other``."""
+        found = self._between.get((slot, other))
+        if found is None:
+            slots = self._tensors.slots
+            found = self._between[slot, other] = _between(
+                self._worker.session.memory.resolve, slots[slot], slots[other]
+            )
+        return found
+
     def close(self) -> None:
         """Leave the pair. Idempotent."""
+        self._between.clear()
         self._worker.close()
 
     # ---- inside -------------------------------------------------------------------------------
@@ -140,3 +157,10 @@ class HopWorker:
                 self._lost_generations[batch] = generation
                 if self._registered.get(batch, 0) <= generation:
                     self._registered.pop(batch, None)
+
+
+def _between(
+    resolve: Callable[[TensorHandle], View], sent: Sequence[TensorHandle], before: Sequence[TensorHandle]
+) -> Mapping[ViewKey, View]:
+    """For each tensor that is sent, the one that holds the version before."""
+    return {key_of(resolve(new)): resolve(old) for new, old in zip(sent, before, strict=True)}
