@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from etha.commands import agents, dashboard, demo, doctor, events, logs, plans, publications, traces
+from etha.commands import agents, dashboard, demo, doctor, events, logs, plans, publications, publish, traces
 from etha.commands.terminal import err
 from etha.config import ENVIRONMENT, LogSettings
 from etha.errors import EthaError
@@ -86,6 +86,7 @@ COMMANDS = (
     agents.status,
     agents.stop,
     publications.publications,
+    publish.publish,
     events.events,
     dashboard.dashboard,
     logs.logs,

@@ -82,6 +82,8 @@ EDGES: dict[str, set[str]] = {
     "integrations": {"", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute", "lazy_names"},
+    # Publications on disk: clients of their own that read and write checkpoints.
+    "publishing": {"", "errors"},
     "demo": {""},
     "doctor": {
         "addresses",
@@ -134,6 +136,7 @@ EDGES: dict[str, set[str]] = {
         "observe",
         "picture",
         "printable",
+        "publishing",
         "units",
     },
 }
@@ -165,6 +168,7 @@ PURE_FILES = {
     "bus/zmtp.py",
     "store/group_view.py",
     "store/keys.py",
+    "publishing/checkpoint_index.py",
     "store/publication_records.py",
     "store/publication_view.py",
     "store/records.py",

@@ -83,6 +83,7 @@ from etha.bus.messages import (
     SwapValue,
     Transfer,
     WaitHeld,
+    WaitHolders,
     WaitOffer,
 )
 from etha.bus.sessions import Peer
@@ -506,7 +507,9 @@ class Agent:
                 self.groups.take_progress(session, request, message)
             case PutValues() | GetValues() | AddValue() | SwapValue() as message:
                 self.groups.values(session, request, message)
-            case Publish() | BeginPut() | FinishPut() | WaitHeld() | GetSubscribers() | ClosePublication():
+            case Publish() | BeginPut() | FinishPut() | WaitHeld() | WaitHolders():
+                self.publications.handle(session, request)
+            case GetSubscribers() | ClosePublication():
                 self.publications.handle(session, request)
             case Subscribe() | ClaimVersion() | EndHop() | CloseSubscription():
                 self.publications.handle(session, request)

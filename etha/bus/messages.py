@@ -3,7 +3,7 @@
     worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled WaitOffer
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
-                      Publish BeginPut FinishPut WaitHeld GetSubscribers ClosePublication
+                      Publish BeginPut FinishPut WaitHeld WaitHolders GetSubscribers ClosePublication
                       Subscribe ClaimVersion EndHop CloseSubscription LeavePair
     agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost BatchLost Progress Pull GroupChanging AskGroupProgress Announced ClaimLost
@@ -551,6 +551,22 @@ class WaitHeld(StrictStruct, frozen=True, kw_only=True):
     publication: Text
     seq: int
     count: int
+
+
+@message("wait_holders")
+class WaitHolders(StrictStruct, frozen=True, kw_only=True):
+    """Which subscribers hold version ``seq`` or a newer one? Wait until they are others than ``known``. -> Holders."""
+
+    publication: Text
+    seq: int
+    known: Items[Text]
+
+
+@message("holders")
+class Holders(StrictStruct, frozen=True, kw_only=True):
+    """Names of subscribers, in order."""
+
+    subscribers: Items[Text]
 
 
 @message("get_subscribers")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,11 +22,13 @@ from etha.bus.messages import (
     Entry,
     FinishPut,
     GetSubscribers,
+    Holders,
     Publish,
     Published,
     SlotGiven,
     Subscribers,
     WaitHeld,
+    WaitHolders,
 )
 from etha.client.active_calls import ActiveCalls
 from etha.client.arguments.checks import check_timeout, check_version, shown
@@ -278,6 +280,24 @@ class AsyncPublication(OfOneProcess):
         assert isinstance(found, Subscribers)
         return [SubscriberState(**one) for one in found.subscribers]
 
+    async def holders(
+        self, *, other_than: Collection[str] | None = None, timeout: float | None = None
+    ) -> frozenset[str]:
+        """Names of the subscribers that hold the version that this rank has put last, or a newer one.
+
+        ``other_than``: wait until they are others than these. Raises TransferTimeoutError at the deadline,
+        PeerLostError once another launch publishes.
+        """
+        seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        known = _check_names("other_than", other_than)
+        self._check()
+        # No subscriber has an empty name, so nobody is waited for.
+        message = WaitHolders(publication=self.name, seq=self.seq, known=("",) if known is None else known)
+        with self._calls.begin(f"holders of {self.name!r}"), self._lost():
+            found = await self._connection.link.request(message, timeout=seconds)
+        assert isinstance(found, Holders)
+        return frozenset(found.subscribers)
+
     async def close(self) -> None:
         """End this rank's part. Subscribers keep what they hold, and may go on feeding each other. Idempotent.
 
@@ -367,6 +387,14 @@ def check_slots(slots: Any) -> int:
 def check_fan_out(fan_out: Any) -> int | None:
     """``fan_out`` itself; ConfigError for anything but None or a number above 0."""
     return None if fan_out is None else _check_count("fan_out", fan_out, least=1)
+
+
+def _check_names(what: str, names: Any) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(one, str) for one in names):
+        raise ConfigError(f"{what}={shown(names)} must be a set of subscribers' names")
+    return tuple(sorted(names))
 
 
 def _check_count(what: str, value: Any, *, least: int, most: float = math.inf) -> int:

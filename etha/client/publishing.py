@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Self
 
 from etha.client.loop_thread import in_own_thread
@@ -49,6 +49,11 @@ class Publication(OfOneProcess):
     def subscribers(self, *, timeout: float | None = None) -> list[SubscriberState]:
         """Who follows this publication, by name."""
         found: list[SubscriberState] = self._run(self._inner.subscribers(timeout=timeout))
+        return found
+
+    def holders(self, *, other_than: Collection[str] | None = None, timeout: float | None = None) -> frozenset[str]:
+        """Names of the subscribers that hold the version put last, or a newer one; see ``AsyncPublication.holders``."""
+        found: frozenset[str] = self._run(self._inner.holders(other_than=other_than, timeout=timeout))
         return found
 
     def close(self) -> None:

@@ -225,6 +225,27 @@ class Publications:
             )
         )
 
+    async def holding_names(self, publication: str, seq: int, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Names of the subscribers that hold version ``seq`` or a newer one, in order."""
+        key = self._keys.publication_part(publication, "held")
+        found = await self._session.connection.call(
+            f"read {key}", lambda client: client.zrangebyscore(key, seq, "+inf"), self._session.limit(timeout)
+        )
+        return tuple(sorted({str(holder).rpartition("/")[0] for holder in found}))
+
+    async def superseded(self, publication: str, side: str, serial: int, *, timeout: float | None = None) -> bool:
+        """Whether another launch has published since this one of ``side`` has entered."""
+        key, own = self._keys.publication(publication), self._keys.publication_side(publication, side)
+
+        async def read(client: Client) -> bool:
+            pipe = client.pipeline(transaction=True)
+            pipe.hget(key, "publisher")
+            pipe.hget(own, "serial")
+            publisher, current = await pipe.execute()
+            return publisher not in (None, "", side) or current not in (None, str(serial))
+
+        return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
+
     # ---- subscribers ------------------------------------------------------------------------------------
 
     async def claim(self, request: ClaimRequest, *, timeout: float | None = None) -> ClaimAnswer:

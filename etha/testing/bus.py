@@ -15,6 +15,7 @@ from etha.bus.messages import (
     BeginPut,
     ClaimVersion,
     FinishPut,
+    Holders,
     InitPair,
     Moved,
     Offered,
@@ -249,6 +250,11 @@ class Bus:
             "error": "",
         }
         return Subscribers(subscribers=(one,))
+
+    def holders(self, name: str, seq: int) -> Holders:
+        """The one of this client, if it has one that holds the version."""
+        found = self.publications[name]
+        return Holders(subscribers=(found.subscriber,) if found.subscriber and found.held >= seq else ())
 
     def hold(self, name: str) -> None:
         """The subscriber has received the newest version."""

@@ -33,6 +33,7 @@ from etha.bus.messages import (
     Supersede,
     Transfer,
     WaitHeld,
+    WaitHolders,
     WaitOffer,
 )
 from etha.client.connection import AgentConnection
@@ -100,6 +101,8 @@ class _Link(AgentLink):
                 return await self._bus.claim(message, timeout)
             case GetSubscribers(publication=publication):
                 return self._bus.subscribers(publication)
+            case WaitHolders(publication=publication, seq=seq):
+                return self._bus.holders(publication, seq)
             case EndHop(publication=publication, error=error):
                 if not error:
                     self._bus.hold(publication)

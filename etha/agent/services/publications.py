@@ -39,6 +39,7 @@ from etha.bus.messages import (
     EndHop,
     FinishPut,
     GetSubscribers,
+    Holders,
     Ok,
     Publish,
     Published,
@@ -48,6 +49,7 @@ from etha.bus.messages import (
     Subscribers,
     VersionClaimed,
     WaitHeld,
+    WaitHolders,
 )
 from etha.config import MAX_WORLD, check_name
 from etha.errors import (
@@ -214,6 +216,9 @@ class PublicationService:
             case WaitHeld() as message:
                 side, _ = self._find(session, message.publication, "publisher")
                 self._answer(session, request, self._wait_held(side, message), _held_late(side, message))
+            case WaitHolders() as message:
+                side, _ = self._find(session, message.publication, "publisher")
+                self._answer(session, request, self._wait_holders(side, message), _holders_late(side, message))
             case GetSubscribers(publication=publication):
                 side, _ = self._find(session, publication, "publisher")
                 self._answer(session, request, self._subscribers(side), lambda: _redis_late(side))
@@ -539,6 +544,22 @@ class PublicationService:
             while await store.publications.holding(side.publication, message.seq, timeout=math.inf) < message.count:
                 await changed()
         return Ok()
+
+    async def _wait_holders(self, side: LocalSide, message: WaitHolders) -> Holders:
+        store, known = self._store, set(message.known)
+        async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
+            while True:
+                found = await store.publications.holding_names(side.publication, message.seq, timeout=math.inf)
+                if set(found) != known:
+                    return Holders(subscribers=found)
+                if await store.publications.superseded(side.publication, side.name, side.serial, timeout=math.inf):
+                    raise PeerLostError(
+                        f"publication {side.publication!r}: this launch of {side.name} is over, because another one "
+                        f"publishes it now",
+                        reason="relaunched",
+                        outcome="withdrawn",
+                    )
+                await changed()
 
     async def _subscribers(self, side: LocalSide) -> Subscribers:
         view = await self._store.publications.view(side.publication, timeout=math.inf)
@@ -913,6 +934,14 @@ def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
     return lambda: TransferTimeoutError(
         f"put of publication {side.publication!r}: version {message.seq} is announced, and fewer than wait="
         f"{message.count} subscribers held it by the deadline",
+        outcome="withdrawn",
+    )
+
+
+def _holders_late(side: LocalSide, message: WaitHolders) -> Callable[[], EthaError]:
+    return lambda: TransferTimeoutError(
+        f"holders of publication {side.publication!r}: version {message.seq} is held by no others than before by the "
+        f"deadline",
         outcome="withdrawn",
     )
 

@@ -1,0 +1,87 @@
+"""Directories of safetensors are mapped, and what is wrong with them is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from etha.errors import ConfigError
+from etha.publishing.checkpoint_files import map_checkpoint
+
+
+def mapped(pointer: int) -> str:
+    """The file that this process has mapped at an address; "" if it is none."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(number, 16) for number in line.split()[0].split("-"))
+        if low <= pointer < high:
+            return line.split(maxsplit=5)[5] if len(line.split(maxsplit=5)) > 5 else ""
+    return ""
+
+
+def test_one_file_is_mapped_and_not_read(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(300, 7), "b": torch.tensor(3, dtype=torch.bfloat16), "none": torch.empty(0, 3)}
+    save_file(tensors, tmp_path / "model.safetensors", {"etha.version": "7"})
+    found = map_checkpoint(tmp_path)
+    assert (found.files, found.version, found.nbytes) == (1, 7, 300 * 7 * 4 + 2)
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(found.tensors[name], tensor) and found.tensors[name].dtype == tensor.dtype
+    assert mapped(found.tensors["w"].data_ptr()) == str(tmp_path / "model.safetensors")
+
+
+def test_an_index_says_which_files_count(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model-00001-of-00002.safetensors", {"etha.version": '"x"'})
+    save_file({"b": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors", {"etha.version": '"y"'})
+    save_file({"a": torch.full((2,), 9.0)}, tmp_path / "consolidated.safetensors")
+    index = {"weight_map": {n: f"model-0000{k}-of-00002.safetensors" for k, n in ((1, "a"), (2, "b"))}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = map_checkpoint(tmp_path)
+    assert found.files == 2 and found.version is None, "its files belong to different versions"
+    assert {name: tensor.tolist() for name, tensor in found.tensors.items()} == {"a": [0, 0], "b": [1, 1]}
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"names files that are not there: 'model-00002-of-00002.safetensors'"):
+        map_checkpoint(tmp_path)
+
+
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not there"):
+        map_checkpoint(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file: give a directory"):
+        map_checkpoint(tmp_path / "file")
+
+
+def test_a_directory_without_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"has no file that ends in .safetensors"):
+        map_checkpoint(tmp_path)
+
+
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(1000)}, path)
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ConfigError, match=r"model.safetensors is no safetensors file that can be read"):
+        map_checkpoint(tmp_path)
+
+
+def test_two_checkpoints_in_one_directory(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"w": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=r"'w' is in a.safetensors and in b.safetensors"):
+        map_checkpoint(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="several indexes"):
+        map_checkpoint(tmp_path)
+
+
+def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"sub-etha\[safetensors\]"):
+        map_checkpoint(tmp_path)
