@@ -123,7 +123,7 @@ _NAMES = {
     "etha.redistribute": ("redistribute",),
 }
 #: Submodules that are attributes after ``import etha`` alone.
-_MODULES = ("bus", "client", "config", "cuda", "errors", "memory", "plan", "testing", "version")
+_MODULES = ("bus", "client", "config", "cuda", "errors", "memory", "plan", "publishing", "testing", "version")
 
 
 class _Package(ModuleType):

@@ -29,6 +29,7 @@ API = {
         "etha",
         "Publication AsyncPublication Subscription AsyncSubscription PublishedVersion Update SubscriberState",
     ),
+    "Checkpoints": ("etha.publishing", ""),
     "Memory": ("etha", "empty empty_like share_module"),
     "Inside one job": ("etha", "redistribute"),
     "Errors": ("etha", "*Error Violation"),

@@ -53,6 +53,7 @@ from etha.bus.messages import (
     CloseSubscription,
     Confirm,
     DepartGroup,
+    DescribePublication,
     EndHop,
     EnterGroup,
     Events,
@@ -511,7 +512,7 @@ class Agent:
                 self.publications.handle(session, request)
             case GetSubscribers() | ClosePublication():
                 self.publications.handle(session, request)
-            case Subscribe() | ClaimVersion() | EndHop() | CloseSubscription():
+            case DescribePublication() | Subscribe() | ClaimVersion() | EndHop() | CloseSubscription():
                 self.publications.handle(session, request)
             case LeavePair(pair=pair):
                 self.rendezvous.leave(session, pair)

@@ -4,7 +4,7 @@
                       CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
                       Publish BeginPut FinishPut WaitHeld WaitHolders GetSubscribers ClosePublication
-                      Subscribe ClaimVersion EndHop CloseSubscription LeavePair
+                      DescribePublication Subscribe ClaimVersion EndHop CloseSubscription LeavePair
     agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost BatchLost Progress Pull GroupChanging AskGroupProgress Announced ClaimLost
 
@@ -588,6 +588,20 @@ class ClosePublication(StrictStruct, frozen=True, kw_only=True):
     """This worker publishes no more. -> Ok, once nobody reads its slots."""
 
     publication: Text
+
+
+@message("describe_publication")
+class DescribePublication(StrictStruct, frozen=True, kw_only=True):
+    """Which tensors are published? Waits until a publisher has said it. -> PublicationDescribed."""
+
+    publication: Text
+
+
+@message("publication_described")
+class PublicationDescribed(StrictStruct, frozen=True, kw_only=True):
+    """One object for each tensor, in the order of their names: name, dtype without "torch.", global shape."""
+
+    tensors: Annotated[tuple[JsonObject, ...], Meta(max_length=MAX_TENSORS)]
 
 
 @message("subscribe")

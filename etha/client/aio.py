@@ -26,12 +26,14 @@ from etha.bus.messages import (
     ClaimLost,
     CloseBatch,
     Confirm,
+    DescribePublication,
     GetStatus,
     InitPair,
     LeavePair,
     Offered,
     PairFormed,
     PairLost,
+    PublicationDescribed,
     Status,
     WaitOffer,
 )
@@ -73,6 +75,7 @@ from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationErro
 from etha.memory.room import check_staging
 from etha.observe import trace
 from etha.observe.calls import spans_of_process, watched
+from etha.plan.layouts.dtypes import from_name
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -519,6 +522,10 @@ class AsyncTensorBusClient(OfOneProcess):
         assert isinstance(offered, Offered)
         return Offer(version=offered.version, bytes=offered.nbytes)
 
+    def seconds(self, timeout: float | None) -> float:
+        """Not for users. The deadline of a call that is given ``timeout``, in seconds."""
+        return self._timeout if timeout is None else check_timeout(timeout, "timeout")
+
     async def publish(
         self,
         name: str,
@@ -568,6 +575,24 @@ class AsyncTensorBusClient(OfOneProcess):
             with connection.advice():
                 await publication.open(slots, fan_out, deadline)
         return publication
+
+    async def describe_publication(self, name: str, *, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a publication by name, as tensors on "meta": their global shapes and the publisher's dtypes.
+
+        Waits until a publisher has entered. The publisher need not be there any more. Raises TransferTimeoutError at
+        the deadline, RedisUnavailableError, AgentUnavailableError.
+        """
+        deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
+        check_name("publication", name)
+        self._check_usable()
+        with self._calls.begin(f"description of {name!r}"):
+            connection = await self._connect(deadline.left)
+            found = await connection.link.request(DescribePublication(publication=name), timeout=deadline.left)
+        assert isinstance(found, PublicationDescribed)
+        return {
+            str(one["name"]): torch.empty(tuple(one["shape"]), dtype=from_name(str(one["dtype"])), device="meta")
+            for one in found.tensors
+        }
 
     async def subscribe(
         self,

@@ -27,7 +27,7 @@ from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.one_process import OfOneProcess
-from etha.client.publishing import Publication, Subscription
+from etha.client.publishing import Publication, Run, Subscription
 from etha.client.results import (
     AsyncLossEvent,
     AsyncPair,
@@ -278,6 +278,10 @@ class TensorBusClient(OfOneProcess):
         )
         return Publication(inner, self._run, self._run_closing)
 
+    def describe_publication(self, name: str, *, timeout: float | None = None) -> dict[str, torch.Tensor]:
+        """The tensors of a publication by name, on "meta"; see ``AsyncTensorBusClient.describe_publication``."""
+        return self._run(self._aio.describe_publication(name, timeout=timeout))
+
     def subscribe(
         self,
         name: str,
@@ -314,6 +318,11 @@ class TensorBusClient(OfOneProcess):
             )
         )
         return Subscription(inner, self._run, self._run_closing)
+
+    def facade(self) -> tuple[AsyncTensorBusClient, Run, Run]:
+        """Not for users. What another blocking facade needs: the async client, and how to run coroutines on its loop,
+        the second one for those that are not needed if the client is closed already."""
+        return self._aio, self._run, self._run_closing
 
     def status(self, *, timeout: float | None = None) -> dict[str, Any]:
         """This agent's pairs, batches and transfers, as ``etha status --json`` prints them."""

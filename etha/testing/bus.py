@@ -21,6 +21,7 @@ from etha.bus.messages import (
     Offered,
     PairFormed,
     PairLost,
+    PublicationDescribed,
     Publish,
     Published,
     Register,
@@ -73,6 +74,7 @@ class _Publication:
     seq: int = 0
     version: int | str | None = None
     held: int = 0
+    tensors: tuple[dict[str, Any], ...] = ()
     subscriber: str = ""
     turn: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -188,8 +190,13 @@ class Bus:
         return Announced(publication=name, seq=found.seq)
 
     def publish(self, message: Publish) -> Published:
+        """The publisher enters; what it publishes is known from now on."""
         found = self.publications.setdefault(message.publication, _Publication())
         found.publisher = message.publisher
+        found.tensors = tuple(
+            {"name": one.name, "dtype": one.handle.dtype, "shape": list(one.shape or one.handle.shape)}
+            for one in sorted(message.entries, key=lambda entry: entry.name)
+        )
         return Published(seq=found.seq)
 
     def begin_put(self, message: BeginPut) -> SlotGiven:
@@ -197,6 +204,14 @@ class Bus:
 
     def finish_put(self, message: FinishPut) -> Announced:
         return self.announce(message.publication, message.version)
+
+    def describe(self, name: str) -> PublicationDescribed:
+        """What this client publishes."""
+        found = self.publications.get(name)
+        if found is None or not found.tensors:
+            text = f"nobody has published {name!r}, and a dummy waits for nobody: publish it first"
+            raise TransferTimeoutError(text, outcome="withdrawn")
+        return PublicationDescribed(tensors=found.tensors)
 
     def subscribe(self, message: Subscribe) -> Subscribed:
         found = self.publications.setdefault(message.publication, _Publication())

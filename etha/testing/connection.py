@@ -19,6 +19,7 @@ from etha.bus.messages import (
     ClosePublication,
     CloseSubscription,
     Confirm,
+    DescribePublication,
     EndHop,
     FinishPut,
     GetStatus,
@@ -95,6 +96,8 @@ class _Link(AgentLink):
                 if self.on_push is not None:
                     self.on_push(self._bus.finish_put(message))
                 return Ok()
+            case DescribePublication(publication=publication):
+                return self._bus.describe(publication)
             case Subscribe():
                 return self._bus.subscribe(message)
             case ClaimVersion():

@@ -36,11 +36,13 @@ from etha.bus.messages import (
     ClaimVersion,
     ClosePublication,
     CloseSubscription,
+    DescribePublication,
     EndHop,
     FinishPut,
     GetSubscribers,
     Holders,
     Ok,
+    PublicationDescribed,
     Publish,
     Published,
     SlotGiven,
@@ -205,6 +207,9 @@ class PublicationService:
         match request.message:
             case Publish() as message:
                 self._enter(session, request, message, "publisher", message.publisher)
+            case DescribePublication(publication=publication):
+                check_name("publication", publication)
+                self._answer(session, request, self._describe(publication), lambda: _description_late(publication))
             case Subscribe() as message:
                 self._enter(session, request, message, "subscriber", message.subscriber)
             case BeginPut() as message:
@@ -394,6 +399,18 @@ class PublicationService:
         if role == "publisher":
             return Published(seq=found.seq)
         return Subscribed(seq=found.seq, turn=0)
+
+    async def _describe(self, publication: str) -> PublicationDescribed:
+        store = self._store
+        async with store.changes(store.keys.publication(publication)) as changed:
+            while (found := await store.publications.description(publication, timeout=math.inf)) is None:
+                await changed()
+        return PublicationDescribed(
+            tensors=tuple(
+                {"name": name, "dtype": one.dtype, "shape": list(one.shape)}
+                for name, one in sorted(found.tensors.items())
+            )
+        )
 
     async def _check_fits(self, publication: str, side: str, table: Any) -> None:
         description = await self._store.publications.description(publication, timeout=math.inf)
@@ -934,6 +951,14 @@ def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
     return lambda: TransferTimeoutError(
         f"put of publication {side.publication!r}: version {message.seq} is announced, and fewer than wait="
         f"{message.count} subscribers held it by the deadline",
+        outcome="withdrawn",
+    )
+
+
+def _description_late(publication: str) -> EthaError:
+    return TransferTimeoutError(
+        f"nobody has published {publication!r} by the deadline, so it is not known which tensors it has: start its "
+        f"publisher, or `etha publish`",
         outcome="withdrawn",
     )
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate
 
 import etha as library
+from etha.publishing import Checkpointer
 from tests.flow.commands.running import SECONDS, etha
 
 SHAPES = {"w": (64, 33), "b": (7,)}
@@ -150,3 +151,27 @@ def test_a_directory_that_cannot_be_published_starts_no_agent(runtime: Path, tmp
     assert shown.returncode == 1
     assert "config: " in shown.stderr and "nowhere is not there" in " ".join(shown.stderr.split())
     assert not list(runtime.rglob("*.sock"))
+
+
+def test_what_a_checkpointer_wrote_starts_another_fleet(
+    runtime: Path, tmp_path: Path, checkpoint: dict[str, torch.Tensor]
+) -> None:
+    with (
+        library.TensorBusClient(timeout=SECONDS) as trainer,
+        library.TensorBusClient(timeout=SECONDS) as client,
+        trainer.publish("policy", checkpoint, **options()) as publication,
+        Checkpointer(client, "policy", tmp_path / "run", rank=0) as checkpointer,
+    ):
+        publication.put("step-7")
+        assert checkpointer.next().path == tmp_path / "run" / "seq-00000001"
+    held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in checkpoint.items()}
+    with (
+        publishing("again", str(tmp_path / "run" / "latest"), "--until", "1") as process,
+        library.TensorBusClient(timeout=SECONDS) as replica,
+        replica.subscribe("again", held, subscriber="replica", serve=False, **options()) as subscription,
+    ):
+        assert line(process).endswith("seq 1, version step-7")
+        assert subscription.next().version == "step-7"
+        process.wait(SECONDS)
+    for name, tensor in checkpoint.items():
+        assert torch.equal(held[name], tensor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from etha.errors import ConfigError
-from etha.publishing.checkpoint_files import map_checkpoint
+from etha.publishing.checkpoint_files import CheckpointDirectory, check_dtypes, map_checkpoint
+from etha.publishing.checkpoint_index import CheckpointName
 
 
 def mapped(pointer: int) -> str:
@@ -85,3 +87,55 @@ def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ConfigError, match=r"sub-etha\[safetensors\]"):
         map_checkpoint(tmp_path)
+
+
+PARTS = [["a"], ["b"], ["c", "d"]]
+TENSORS = {name: torch.full((100,), float(value)) for value, name in enumerate("abcd")}
+
+
+def write(directory: CheckpointDirectory, seq: int, number: int, parts: list[list[str]] = PARTS) -> bool:
+    mine = {name: TENSORS[name] for name in parts[number]}
+    return directory.write(CheckpointName(seq), parts, number, mine, {"etha.version": str(seq)}, 1600)
+
+
+def test_a_checkpoint_has_its_name_once_all_files_are_there(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path / "new" / "run", keep=None)
+    directory.prepare()
+    assert [write(directory, 3, number) for number in (2, 0)] == [False, False]
+    assert directory.newest() == 0 and not (directory.path / "seq-00000003").exists()
+    assert write(directory, 3, 1)
+    assert directory.newest() == 3
+    found = map_checkpoint(directory.path / "latest")
+    assert (found.files, found.version) == (3, 3)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_ranks_that_end_at_once_complete_it_once(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=1)
+    with ThreadPoolExecutor(3) as pool:
+        for seq in range(1, 21):
+            assert sum(pool.map(lambda number, seq=seq: write(directory, seq, number), range(3))) == 1
+            names = {one.name for one in (tmp_path / f"seq-{seq:08}").iterdir()}
+            files = {f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
+            assert names == files | {"model.safetensors.index.json"}
+    assert {one.name for one in tmp_path.iterdir()} == {"latest", "seq-00000020"}
+
+
+def test_the_newest_stay_and_what_was_not_finished_goes(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=2)
+    write(directory, 1, 0)  # another rank could not write its file
+    for seq in (2, 3, 10):
+        assert write(directory, seq, 0, [["a"]])
+    write(directory, 11, 0)  # all ranks died
+    left = ["latest", "seq-00000003", "seq-00000010"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".seq-00000011.3", *left]
+    (tmp_path / "notes.txt").touch()
+    directory.prepare()
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*left, "notes.txt"])
+
+
+def test_dtypes_that_files_cannot_hold_are_named_before_anything_is_received() -> None:
+    good = {"a": torch.empty(2, dtype=torch.bfloat16, device="meta"), "b": torch.empty(2, dtype=torch.float8_e4m3fn)}
+    check_dtypes(good)
+    with pytest.raises(ConfigError, match=r"torch.complex128, the dtype of 'z'"):
+        check_dtypes(good | {"z": torch.empty(2, dtype=torch.complex128, device="meta")})
