@@ -506,6 +506,8 @@ class Publish(StrictStruct, frozen=True, kw_only=True):
     refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
     slots: Annotated[tuple[Handles, ...], Meta(max_length=16)]
     fan_out: int | None = None
+    #: Bytes per second that the agent may send of it; above 0.
+    max_rate: float | None = None
 
 
 @message("published")

@@ -52,7 +52,7 @@ from etha.client.manifest import PairDefaults, Runs, TensorManifest, build_manif
 from etha.client.memory.base import Mark, StagedTensors
 from etha.client.memory.select import agent_of
 from etha.client.one_process import OfOneProcess
-from etha.client.publication import AsyncPublication, check_fan_out, check_slots
+from etha.client.publication import AsyncPublication, check_fan_out, check_max_rate, check_slots
 from etha.client.registration import Registration, check_options, register
 from etha.client.results import (
     AsyncPair,
@@ -538,6 +538,7 @@ class AsyncTensorBusClient(OfOneProcess):
         shapes: Mapping[str, tuple[int, ...]] | None = None,
         slots: int = 2,
         fan_out: int | None = None,
+        max_rate: float | None = None,
         rank: int | None = None,
         ranks: Mapping[int, int] | None = None,
         timeout: float | None = None,
@@ -546,8 +547,9 @@ class AsyncTensorBusClient(OfOneProcess):
 
         ``publisher`` is the side's name. ``slots``: copies of this rank's tensors that are kept at once; at most
         ``slots - 1`` are read at a time, so that one can always be overwritten. ``fan_out``: subscribers that are
-        served from here at once. ``device_mesh`` is that of plain tensors. All other arguments as for ``init_pair`` and
-        ``register_tensors``.
+        served from here at once. ``max_rate``: bytes per second that this host's agent sends of it to other hosts,
+        over all subscribers together; the least that ranks of a host give counts. ``device_mesh`` is that of plain
+        tensors. All other arguments as for ``init_pair`` and ``register_tensors``.
 
         Raises ConfigError, LayoutError, RegistrationError (every tensor that cannot be moved, of any rank),
         RendezvousTimeoutError (which names the missing ranks), RedisUnavailableError, AgentUnavailableError.
@@ -557,6 +559,7 @@ class AsyncTensorBusClient(OfOneProcess):
             check_name(what, text)
         check_slots(slots)
         check_fan_out(fan_out)
+        rate = check_max_rate(max_rate)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of(name, place, device_mesh, None)
         self._check_usable()
@@ -573,7 +576,7 @@ class AsyncTensorBusClient(OfOneProcess):
                 check_usable=self._check_usable,
             )
             with connection.advice():
-                await publication.open(slots, fan_out, deadline)
+                await publication.open(slots, fan_out, rate, deadline)
         return publication
 
     async def describe_publication(self, name: str, *, timeout: float | None = None) -> dict[str, torch.Tensor]:

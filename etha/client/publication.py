@@ -198,7 +198,7 @@ class AsyncPublication(OfOneProcess):
         """The number of the version that this rank has put last; that of an earlier launch before the first."""
         return self._newest.seq
 
-    async def open(self, slots: int, fan_out: int | None, deadline: Deadline) -> None:
+    async def open(self, slots: int, fan_out: int | None, max_rate: float | None, deadline: Deadline) -> None:
         """Not for users. Make the slots and wait until all ranks have come."""
         connection, items = self._connection, self._manifest.items
         self._slots = await asyncio.to_thread(Slots, items, slots, f"{slots} slots of {self._what}")
@@ -217,6 +217,7 @@ class AsyncPublication(OfOneProcess):
             refusals=tuple(one for one in self._manifest.refusals if not one.target_only),
             slots=handles,
             fan_out=fan_out,
+            max_rate=max_rate,
         )
         published = await connection.link.request(message, timeout=deadline.left)
         assert isinstance(published, Published)
@@ -387,6 +388,15 @@ def check_slots(slots: Any) -> int:
 def check_fan_out(fan_out: Any) -> int | None:
     """``fan_out`` itself; ConfigError for anything but None or a number above 0."""
     return None if fan_out is None else _check_count("fan_out", fan_out, least=1)
+
+
+def check_max_rate(rate: Any) -> float | None:
+    """``max_rate`` as a float; ConfigError for anything but None or a finite number above 0."""
+    if rate is None:
+        return None
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf:
+        raise ConfigError(f"max_rate={shown(rate)} must be bytes per second, above 0; None is no limit")
+    return float(rate)
 
 
 def _check_names(what: str, names: Any) -> tuple[str, ...] | None:

@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from etha.commands.terminal import closed_pipe_ends, out, progress
+from etha.config import parse_bytes
 from etha.printable import printable
 from etha.units import counted, size
 
@@ -33,6 +34,10 @@ def publish(
     ] = None,
     fan_out: Annotated[
         int | None, typer.Option(min=1, help="subscribers that are served from here at once; default: 2")
+    ] = None,
+    max_rate: Annotated[
+        str | None,
+        typer.Option(help="bytes per second that are sent to other hosts, as 500MiB or 1GiB; default: no limit"),
     ] = None,
     redis: Annotated[str | None, typer.Option(help="URL of Redis; default: $ETHA_REDIS_URL, else embedded")] = None,
     namespace: Annotated[str | None, typer.Option(help="default: $ETHA_NAMESPACE, else 'default'")] = None,
@@ -61,6 +66,7 @@ def publish(
             version=int(version) if version is not None and re.fullmatch(r"-?[0-9]{1,18}", version) else version,
             publisher=publisher,
             fan_out=fan_out,
+            max_rate=None if max_rate is None else parse_bytes("--max-rate", max_rate),
             until=until,
             timeout=timeout,
         )

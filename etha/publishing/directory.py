@@ -24,6 +24,7 @@ class DirectoryOptions:
     version: int | str | None = None
     publisher: str = "checkpoint"
     fan_out: int | None = None
+    max_rate: float | None = None
     until: int | None = None
     timeout: float = 600.0
 
@@ -69,6 +70,7 @@ async def publish_directory(
         placements={name: [Replicate()] for name in files.tensors},
         slots=1,
         fan_out=options.fan_out,
+        max_rate=options.max_rate,
         timeout=options.timeout,
     )
     async with publication:

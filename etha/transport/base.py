@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from etha.errors import PeerLostError
 from etha.memory.revocation import Guard
 from etha.transport.copy.program import Member
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
 
@@ -58,6 +59,7 @@ class WireRun:
     failed transfer, 0 if none failed. ``bases``: versions that the sources here still have, by the agent whose targets
     hold them. ``held``: the number of the version that the targets here hold whole, 0 for none. After the run,
     ``touched`` says whether targets may have been written, and ``wired`` how many bytes have come over the wire.
+    ``limit``: how fast this agent may send, None for no limit.
     """
 
     program: WireProgram
@@ -68,6 +70,7 @@ class WireRun:
     after: int = 0
     bases: Mapping[str, BaseVersion] = field(default_factory=dict)
     held: int = 0
+    limit: RateLimit | None = None
     touched: bool = False
     wired: int = 0
 

@@ -19,6 +19,7 @@ from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, 
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import StandingSegment
 from etha.memory.views import View
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import ViewKey, key_of
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class StandingTensors:
 
 
 class HopWorker:
-    """``left()`` is called when the subscriber has left the pair, and no hop runs."""
+    """``left()`` is called when the subscriber has left the pair, and no hop runs. ``limit``: how fast it may send."""
 
     def __init__(
         self,
@@ -48,9 +49,10 @@ class HopWorker:
         pair: str,
         remote: str,
         left: Callable[[], None],
+        limit: RateLimit | None = None,
     ) -> None:
         self._tensors, self._pair, self._remote, self._left = tensors, pair, remote, left
-        self._worker = InProcessWorker(dispatcher, segments, self._pushed)
+        self._worker = InProcessWorker(dispatcher, segments, self._pushed, limit)
         self._epoch: int | None = None
         #: batch -> the generation in which it is registered.
         self._registered: dict[str, int] = {}

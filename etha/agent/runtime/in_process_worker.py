@@ -24,6 +24,7 @@ from etha.bus.sessions import Peer
 from etha.errors import AgentLostError
 from etha.memory.mapping import StandingSegment, WorkerMemory
 from etha.store.records import RankHolder
+from etha.transport.rate_limit import RateLimit
 from etha.version import __version__
 
 
@@ -56,7 +57,11 @@ class InProcessWorker:
     """One worker of this kind, which has one pair at most. ``pushed(message)`` gets what nobody has asked for."""
 
     def __init__(
-        self, dispatcher: Dispatcher, segments: Iterable[StandingSegment], pushed: Callable[[Any], None]
+        self,
+        dispatcher: Dispatcher,
+        segments: Iterable[StandingSegment],
+        pushed: Callable[[Any], None],
+        limit: RateLimit | None = None,
     ) -> None:
         self._dispatcher, self._pushed = dispatcher, pushed
         self._ids = itertools.count(1)
@@ -76,7 +81,7 @@ class InProcessWorker:
         memory = WorkerMemory(holder.pid, holder.start, private=False)
         for segment in segments:
             memory.adopt(segment)
-        self.session = WorkerSession(peer=self.peer, holder=holder, memory=memory)
+        self.session = WorkerSession(peer=self.peer, holder=holder, memory=memory, rate_limit=limit)
         dispatcher.enter(self.session)
 
     async def request(

@@ -29,6 +29,7 @@ from etha.transport.base import WireRun
 from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.copy.pulling import PullPlan
 from etha.transport.copy.staging import Peak
+from etha.transport.rate_limit import RateLimit
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
@@ -86,11 +87,13 @@ class TransferRun:
         verification: TransferVerification | None = None,
         pulls: WorkerPulls | None = None,
         about: Mapping[str, Any] = NOTHING,
+        limit: RateLimit | None = None,
     ) -> None:
         """``bases`` and ``held``: see ``WireRun``. ``pulls``: the copies that workers do themselves.
 
-        ``about``: what the trace says of its pieces.
+        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others.
         """
+        self._limit = limit
         self._pulls = pulls
         self._about = about
         self._program, self._seq, self._guards = program, seq, guards
@@ -175,6 +178,7 @@ class TransferRun:
                 after=self._after,
                 bases=self._bases,
                 held=self._held,
+                limit=self._limit,
             )
             self._run = run
             self._peak = self._plane.budget.watch()

@@ -21,6 +21,7 @@ from etha.memory.mapping import StandingSegment, WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.records import RankHolder as Holder
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class WorkerSession:
     pulls: bool = True
     #: Why the worker copies some of its tensors through shared memory; empty if it does not.
     staged: str = ""
+    #: How fast this agent may send what the worker has; None: as fast as it can.
+    rate_limit: RateLimit | None = None
     seats: dict[str, Seat] = field(default_factory=dict)
     #: batch name -> (primary pair, generation) of the registration that this worker takes part in.
     batches: dict[str, tuple[str, int]] = field(default_factory=dict)

@@ -81,6 +81,7 @@ from etha.store.publication_records import (
 )
 from etha.store.records import RankHolder
 from etha.store.registry import Store
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,8 @@ class LocalSide:
     #: Held while Redis is told how a hop has ended, so that the next claim comes after that.
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     seq: int = 0
+    #: How fast its hops may send from here, all together.
+    limit: RateLimit = field(default_factory=RateLimit)
 
     @property
     def holder(self) -> str:
@@ -279,6 +282,8 @@ class PublicationService:
             )
         if isinstance(message, Publish) and not message.slots:
             raise ProtocolError(f"publication {publication!r}: a publisher needs a slot")
+        if isinstance(message, Publish) and message.max_rate is not None and not 0 < message.max_rate < math.inf:
+            raise ProtocolError(f"publication {publication!r}: {message.max_rate} bytes per second are no rate")
         self._check_free(session, publication, role, side, message.rank)
         handles = (
             message.slots if isinstance(message, Publish) else (() if message.serves is None else (message.serves,))
@@ -396,6 +401,9 @@ class PublicationService:
             buffers=[HopBuffer() for _ in handles],
         )
         self._begin(session, rank, role, found)
+        if isinstance(message, Publish) and message.max_rate is not None:
+            rank_side, _ = self._entered[session.key, publication, role]
+            rank_side.limit.lower(message.max_rate)
         if role == "publisher":
             return Published(seq=found.seq)
         return Subscribed(seq=found.seq, turn=0)
@@ -841,7 +849,13 @@ class PublicationService:
                         self._spawn(self._forget_pair(pair, len(rank.buffers)))
 
             rank.workers[towards] = HopWorker(
-                self._dispatcher, rank.tensors, rank.segments, pair=pair, remote=claim.subscriber, left=left
+                self._dispatcher,
+                rank.tensors,
+                rank.segments,
+                pair=pair,
+                remote=claim.subscriber,
+                left=left,
+                limit=side.limit,
             )
         return rank.workers[towards]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 
@@ -53,6 +54,7 @@ from etha.peer.messages import Message
 from etha.phases import NO_PHASES, Phases
 from etha.store.registry import Store
 from etha.transport.base import StreamLost
+from etha.transport.rate_limit import RateLimit
 
 log = logging.getLogger(__name__)
 
@@ -292,8 +294,11 @@ class TransferService:
             return
         current.program = program
         guards: dict[Member, Guard] = {}
+        limit: RateLimit | None = None
         for member, key in current.calls.items():
             ask = batch.asks[key]
+            if member[0] == current.source and ask.session.rate_limit is not None:
+                limit = ask.session.rate_limit if ask.session.rate_limit.rate < math.inf else None
             if ask.session.revocation is not None:
                 role = "source" if member[0] == current.source else "target"
                 guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
@@ -318,6 +323,7 @@ class TransferService:
             verification=verification,
             pulls=self._pulls(batch, current, program, guards),
             about=NOTHING if trace.active is None else about_run(batch, current),
+            limit=limit,
         )
         current.submitted = current.started if known else time.monotonic()
         current.run.start()

@@ -260,7 +260,7 @@ class DataPlane:
                 run = self._running[label] = TcpRun(
                     program, wire_run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
                     bases=self._chosen(wire_run), held=wire_run.held if program.differs else 0,
-                    on_progress=on_progress, on_fail=lambda: self.discard(sets.values()),
+                    on_progress=on_progress, on_fail=lambda: self.discard(sets.values()), limit=wire_run.limit,
                 )  # fmt: skip
                 self._changed.notify_all()
         except BaseException:

@@ -25,6 +25,7 @@ from etha.transport.base import Progress
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
@@ -72,8 +73,11 @@ class TcpRun:
         held: int,
         on_progress: Progress | None,
         on_fail: Callable[[], None],
+        limit: RateLimit | None = None,
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
+        #: How fast this agent may send.
+        self.limit = limit
         self.error: BaseException | None = None
         #: Versions with which what is sent is compared, by the agent that holds them; and the one that is held here.
         self.bases, self.held = bases, held
@@ -182,6 +186,23 @@ class TcpRun:
             while self.error is None and not self._ledger.ready(numbers):
                 self._changed.wait()
             self._check()
+
+    # ---- the rate ------------------------------------------------------------------------------
+
+    def room_to_send(self, most: int) -> int:
+        """How many of ``most`` bytes may be sent now. Waits until some may."""
+        if self.limit is None:
+            return most
+        with self._changed:
+            while self.error is None and (left := self.limit.delay()) > 0:
+                self._changed.wait(left)
+            self._check()
+        return min(most, self.limit.quantum)
+
+    def spend(self, nbytes: int) -> None:
+        """So many bytes were sent."""
+        if self.limit is not None:
+            self.limit.spend(nbytes)
 
     # ---- reductions ---------------------------------------------------------------------------
 

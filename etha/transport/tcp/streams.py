@@ -486,7 +486,9 @@ class SendStream(Stream):
 
     def _try(self, run: TcpRun, flow: Flow, lane: int) -> bool:
         span = flow.lanes[lane][0]
-        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or not self._writable():
+        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or run.limit is not None:
+            return False
+        if not self._writable():
             return False
         copy_slot = self.owner.copy_slots.free()
         if copy_slot is None:
@@ -567,10 +569,11 @@ class SendStream(Stream):
     def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at = 0
         while at < len(memory):
-            n = 0
+            n, most = 0, run.room_to_send(CALL)
             with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
                 with contextlib.suppress(BlockingIOError):
-                    n = self.sock.send(memory[at : at + CALL], socket.MSG_DONTWAIT)
+                    n = self.sock.send(memory[at : at + most], socket.MSG_DONTWAIT)
+            run.spend(n)
             at += n
             if at < len(memory):
                 self.wait(select.POLLOUT)
@@ -581,14 +584,23 @@ class SendStream(Stream):
         memory, ops = self._pack(run, span)
         with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
             copy_slot.run(ops)
-        self.sock.sendall(memory)
+        self._send_all(run, memory)
+
+    def _send_all(self, run: TcpRun, memory: memoryview) -> None:
+        """Send memory of this agent's own, as fast as the run may."""
+        at = 0
+        while at < len(memory):
+            most = run.room_to_send(len(memory))
+            self.sock.sendall(memory[at : at + most])
+            run.spend(min(most, len(memory) - at))
+            at += most
 
     # ---- differences --------------------------------------------------------------------------
 
     def _difference(self, run: TcpRun, span: Span, base: BaseVersion) -> None:
         """Send what has changed in a span since ``base``, piece by piece."""
         room = self.difference_chunk(run).reserve(difference_room(run.program.chunk))
-        frames = FrameWriter(self.sock, room[run.program.chunk :], base.intact)
+        frames = FrameWriter(lambda some: self._send_all(run, some), room[run.program.chunk :], base.intact)
         if span.memory is not None:
             at = 0
             for cut in span.cuts:
@@ -661,8 +673,8 @@ class FrameWriter:
     Once the version that it compares with is not ``intact`` any more, it sends all bytes.
     """
 
-    def __init__(self, sock: socket.socket, room: memoryview, intact: Callable[[], bool]) -> None:
-        self._sock, self._room, self._intact = sock, room, intact
+    def __init__(self, send: Callable[[memoryview], None], room: memoryview, intact: Callable[[], bool]) -> None:
+        self._send, self._room, self._intact = send, room, intact
         self._at = 0
 
     def add(self, newer: memoryview, older: memoryview, dtype: torch.dtype) -> None:
@@ -678,7 +690,7 @@ class FrameWriter:
     def send(self, *, last: bool = False) -> None:
         """Send what has been collected, if that is much or if there will be no more."""
         if self._at and (last or self._at >= _FULL):
-            self._sock.sendall(self._room[: self._at])
+            self._send(self._room[: self._at])
             self._at = 0
 
 

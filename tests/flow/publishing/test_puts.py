@@ -166,3 +166,29 @@ async def test_a_publication_that_is_closed_in_a_put_says_so(
         monkeypatch.setattr(publication, "_copy", closing)
         with pytest.raises(etha.ConfigError, match="is closed: call publish again"):
             await publication.put(1)
+
+
+@pytest.mark.ways("tcp")
+async def test_a_publisher_sends_no_faster_than_its_rate(site: Site, pair: str) -> None:
+    """Two ranks of a publisher on one host, and two subscribers on others that receive at once."""
+    places = {"trainer": "a", "first": "b", "second": "s"}
+    rate, shapes = 4e6, {"w": (1024, 1024)}
+    async with Fleet(site, pair, shapes, where=lambda side, _: places[side]) as fleet:
+        trainer = await fleet.publish(ROWS, max_rate=rate)
+        replicas = [await fleet.subscribe(name, Cut(), serve=False) for name in ("first", "second")]
+        await trainer.put(1)
+        begun = asyncio.get_running_loop().time()
+        updates = await asyncio.gather(*(replica.next() for replica in replicas))
+        seconds = asyncio.get_running_loop().time() - begun
+        assert {update.source for update in updates} == {"trainer"}
+        sent = sum(update.bytes for update in updates)
+        assert sent == 8 << 20
+        assert 0.2 < sent / seconds / rate < 1.15
+
+
+@pytest.mark.ways("local")
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf"), "fast", True])
+async def test_a_rate_that_is_none(site: Site, pair: str, rate: object) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        with pytest.raises(etha.ConfigError, match=r"max_rate=.* must be bytes per second"):
+            await fleet.publish(ROWS, max_rate=rate)

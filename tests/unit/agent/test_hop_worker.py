@@ -22,7 +22,7 @@ class Played:
 
     answers: list[Callable[[Any, Played], Any]]
 
-    def __init__(self, dispatcher: Any, segments: Any, pushed: Callable[[Any], None]) -> None:
+    def __init__(self, dispatcher: Any, segments: Any, pushed: Callable[[Any], None], limit: Any = None) -> None:
         self.pushed, self.asked = pushed, list[type]()
         self.cancels = False
         self.session = SimpleNamespace(hops={})

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from etha.errors import ConfigError
+from etha.errors import ConfigError, TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.program import PIECE
+from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.routing import account
 from tests.examples import examples
 from tests.unit.transport.agents import Job, Local, agents, bits, make_plan, same, transfer
@@ -236,3 +238,44 @@ def test_a_view_smaller_than_planned_is_refused() -> None:
     job.target[0] = {}
     with pytest.raises(ValueError, match="no memory for 't'"):
         job.wire("b")
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["straight", "packed"])
+async def test_a_run_with_a_limit_keeps_to_its_rate(dim: int) -> None:
+    """Rows go straight from memory, columns are packed first. Four streams share the rate."""
+    job = rows(1, 2, (2048, 1024), Shard(dim), "a", "bb")
+    limit, rate = RateLimit(), 16e6
+    limit.lower(rate)
+    program = {name: job.wire(name) for name in "ab"}
+    async with agents("ab") as at:
+        await at["a"].transport.open([TransportPeer(agent="b", address=at["b"].address_for("a"))])
+        begun = time.monotonic()
+        moved = await asyncio.gather(
+            at["a"].transport.run(WireRun(program=program["a"], seq=1, limit=limit)),
+            at["b"].transport.run(WireRun(program=program["b"], seq=1)),
+        )
+        seconds = time.monotonic() - begun
+    assert moved == [8 << 20] * 2
+    for rank, held in job.target.items():
+        assert torch.equal(held["t"], job.source[0]["t"].chunk(2, dim)[rank])
+    # A burst at the beginning, and what lies in socket buffers, come on top; a busy machine is slower.
+    assert 0.3 < moved[0] / seconds / rate < 1.15
+
+
+async def test_a_run_that_waits_for_its_rate_ends_at_once() -> None:
+    job = rows(1, 1, (2048, 1024), Shard(0), "a", "b")
+    limit = RateLimit()
+    limit.lower(1.0)
+    program = {name: job.wire(name) for name in "ab"}
+    async with agents("ab") as at:
+        await at["a"].transport.open([TransportPeer(agent="b", address=at["b"].address_for("a"))])
+        runs = [
+            asyncio.ensure_future(at["a"].transport.run(WireRun(program=program["a"], seq=1, limit=limit))),
+            asyncio.ensure_future(at["b"].transport.run(WireRun(program=program["b"], seq=1))),
+        ]
+        done, _ = await asyncio.wait(runs, timeout=0.5)
+        assert not done
+        at["a"].transport.stop(TransferError("no more"))
+        async with asyncio.timeout(30):
+            outcomes = await asyncio.gather(*runs, return_exceptions=True)
+        assert str(outcomes[0]) == "no more" and isinstance(outcomes[1], TransferError)
