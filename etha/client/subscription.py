@@ -134,17 +134,17 @@ class AsyncSubscription(OfOneProcess):
         self._shadows: StagedTensors | None = None
         #: What it holds: the newest version received whole, or none.
         self._seq, self._version = 0, None  # type: tuple[int, Version]
-        #: What ``next`` asks for something newer than, which is the same on all ranks: 0 after a hop in place that was
-        #: aborted for all, although only some ranks may have been written to.
+        #: What ``next`` asks for something newer than: 0 after a hop in place that was aborted, although only some
+        #: ranks may have been written to. Of what the ranks ask, the lowest counts.
         self._since = 0
         self._newest = 0
         self._turn = 0
         #: pair with a holder -> its batches here, the pair of the last hop at the end.
         self._pairs: OrderedDict[str, list[str]] = OrderedDict()
-        #: The claim whose hop runs, the hop, and why its source cannot send.
+        #: The claim whose hop runs, the hop, and the claim that has ended last, whose hop may not have begun.
         self._claim = 0
         self._hop: asyncio.Task[Moved] | None = None
-        self._lost = ""
+        self._lost: ClaimLost | None = None
         self._open, self._busy = True, False
 
     @property
@@ -284,8 +284,9 @@ class AsyncSubscription(OfOneProcess):
         """Not for users. News from the agent."""
         if isinstance(message, Announced):
             self._newest = max(self._newest, message.seq)
-        elif message.claim == self._claim and self._hop is not None:
-            self._lost = message.text
+            return
+        self._lost = message
+        if message.claim == self._claim and self._hop is not None:
             self._hop.cancel()
 
     # ---- inside -------------------------------------------------------------------------------
@@ -330,8 +331,6 @@ class AsyncSubscription(OfOneProcess):
             except (TransferError, RendezvousTimeoutError) as error:
                 if isinstance(error, TransferError) and not self._atomic and error.outcome != "withdrawn":
                     self._since = 0
-                    if error.torn:
-                        self._seq, self._version = 0, None
                 await self._settle(claimed, commit, error.message)
                 if isinstance(error, TransferError) and error.outcome in ("unknown", "committed"):
                     raise
@@ -369,6 +368,8 @@ class AsyncSubscription(OfOneProcess):
             self._seq, self._version = claimed.seq, claimed.version
             self._since = claimed.seq
             self._newest = max(self._newest, claimed.seq)
+        elif commit.torn:
+            self._seq, self._version, self._since = 0, None, 0
         await self._end(claimed, "" if commit.moved is not None else error)
 
     async def _ask(
@@ -398,7 +399,9 @@ class AsyncSubscription(OfOneProcess):
         self, claimed: VersionClaimed, commit: _Commit, progress: OnProgress | None, deadline: Deadline
     ) -> Moved:
         """One hop. It ends early if its source cannot send, unless it is committed."""
-        self._claim, self._lost = claimed.claim, ""
+        if (lost := self._lost_text(claimed.claim)) is not None:  # heard before this task ran
+            raise PeerLostError(f"{claimed.source} cannot send: {lost}", reason="died", outcome="withdrawn")
+        self._claim = claimed.claim
         self._hop = hop = asyncio.ensure_future(self._hop_from(claimed, commit, progress, deadline))
         shield = Shield(cut=lambda: self._cut(hop))
         try:
@@ -413,8 +416,12 @@ class AsyncSubscription(OfOneProcess):
             return hop.result()
         if commit.moved is not None:
             return commit.moved
-        why = self._lost or "the subscription was closed"
+        why = self._lost_text(claimed.claim) or "the subscription was closed"
         raise PeerLostError(f"{claimed.source} cannot send: {why}", reason="died", outcome="aborted")
+
+    def _lost_text(self, claim: int) -> str | None:
+        """Why the source of a claim cannot send; None if nothing of that kind was heard."""
+        return self._lost.text if self._lost is not None and self._lost.claim == claim else None
 
     async def _hop_from(
         self, claimed: VersionClaimed, commit: _Commit, progress: OnProgress | None, deadline: Deadline
@@ -440,6 +447,7 @@ class AsyncSubscription(OfOneProcess):
         finally:  # a call that is cancelled may have been committed all the same
             if registration.moved is not before:
                 commit.moved = registration.moved
+            commit.torn = not self._atomic and registration.torn
         assert commit.moved is not None
         moved, expected = commit.moved, _label(claimed)
         if moved.version != expected:
@@ -485,6 +493,8 @@ class _Commit:
         self._on_commit = on_commit
         #: The agent's answer, once the tensors hold the version.
         self.moved: Moved | None = None
+        #: Whether the tensors may be half-written.
+        self.torn = False
         self._error: BaseException | None = None
 
     @property

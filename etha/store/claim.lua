@@ -37,9 +37,22 @@ if req.call < last or req.call <= over or count < number(S.world) then return an
 
 local asked = req.version .. ' ' .. int(req.newer_than)
 if req.call == last then
-  if S.asked ~= asked then
-    return refuse('config', where .. ': ranks ask for different versions in the same call, (version, newer_than) = ('
-      .. asked .. ') and (' .. S.asked .. '): give the same on all ranks')
+  local version, newer_than = string.match(S.asked, '^(.*) (%d+)$')
+  if version ~= req.version then
+    local function name(label) return label ~= '' and 'version ' .. label or 'the newest version' end
+    return refuse('config', where .. ': ranks ask for different versions in the same call, ' .. name(req.version) .. ' and '
+      .. name(version) .. ': give the same on all ranks')
+  end
+  if req.newer_than < tonumber(newer_than) then
+    -- After a hop that was aborted some ranks hold their version and some do not: the lowest counts.
+    redis.call('HSET', side_key(subscriber), 'asked', asked)
+    local text = redis.call('HGET', part('asks'), id)
+    local ask = text and object(text)
+    if ask then
+      ask.newer_than = req.newer_than
+      redis.call('HSET', part('asks'), id, json(ask))
+      if req.version == '' then redis.call('ZADD', part('wanted'), req.newer_than, id) end
+    end
   end
 else
   if req.version ~= '' then

@@ -322,7 +322,7 @@ TABLE: tuple[KeyKind, ...] = (
             "held": "seq of the version that it holds, 0 for none",
             "version": "its label as JSON",
             "call": "last call that has asked for a version",
-            "asked": "what it has asked for: pinned version and newer_than",
+            "asked": "what it has asked for: pinned version, and the lowest newer_than of its ranks",
             "refused": "last call that was refused, because no holder has its pinned version any more",
             "over": "last call that has ended",
             "claim": "number of its claim, 0 for none",

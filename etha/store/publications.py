@@ -251,9 +251,10 @@ class Publications:
     async def claim(self, request: ClaimRequest, *, timeout: float | None = None) -> ClaimAnswer:
         """Ask for a version, or take a place in the queue. The same question again gets the same answer.
 
-        A claim of an earlier call ends. What the subscriber's own buffer holds is forgotten when the claim is granted,
-        because the hop overwrites it; until nobody reads that buffer any more, the subscriber waits. ConfigError: no
-        holder has the pinned version, or none has it any more. GroupLostError: this launch of the subscriber is over.
+        Ranks that ask in one call get the same answer; the lowest ``newer_than`` counts. A claim of an earlier call
+        ends. What the subscriber's own buffer holds is forgotten when the claim is granted, because the hop overwrites
+        it; until nobody reads that buffer any more, the subscriber waits. ConfigError: no holder has the pinned
+        version, or none has it any more. GroupLostError: this launch of the subscriber is over.
         """
         fields = {**asdict(request), "act": "claim", "version": label_text(request.version)}
         answer = await self._script("claim", request.publication, fields, timeout)

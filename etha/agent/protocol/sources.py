@@ -14,7 +14,9 @@ against each other. It is written down here so that every order of events can be
 5. A hop overwrites what the subscriber's own buffer holds. A subscriber whose turn has come while others read that
    buffer is given no more readers and keeps its turn; the next one goes first. If nobody has anything for it any more,
    it serves on.
-6. A claim whose lease has ended gives its place back. Its hop may go on, and counts if it commits before the subscriber
+6. All ranks of a subscriber ask with one question. Of what they hold, the lowest counts, because a hop that was aborted
+   may have been written to some of them only.
+7. A claim whose lease has ended gives its place back. Its hop may go on, and counts if it commits before the subscriber
    asks again. The last version of a publisher that has died is kept until another holder has it.
 """
 
@@ -297,6 +299,10 @@ class Sources:
             self._end(mine.claim, committed=False)
             mine.call = call
             self.queue.append(ask)
+        elif call == mine.call:
+            for ask in self.queue:
+                if ask.name == f"{name}/{mine.serial}":
+                    ask.newer_than = min(ask.newer_than, newer_than)
         if call >= mine.call and call > mine.over:
             self._lapse()
             self._match()

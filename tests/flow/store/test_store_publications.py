@@ -173,8 +173,20 @@ async def test_ranks_of_a_replica_get_the_same_claim_and_must_ask_the_same(fleet
     assert (await fleet.enter("r", 2, rank=1, world=2)).complete
     claim = await fleet.claim("r", again=True)
     assert await fleet.claim("r", again=True) == claim
-    with pytest.raises(ConfigError, match=r"ranks ask for different versions in the same call.*give the same on all"):
-        await fleet.ask("r", again=True, newer_than=1)
+    with pytest.raises(ConfigError, match=r"version 1 and the newest version: give the same on all"):
+        await fleet.ask("r", again=True, version=1)
+
+
+async def test_of_what_the_ranks_of_a_replica_hold_the_lowest_counts(fleet: Fleet) -> None:
+    """A hop that was aborted has written to one of them only."""
+    await fleet.enter("trainer", 0)
+    for rank in range(2):
+        await fleet.enter("r", 1 + rank, rank=rank, world=2)
+    await fleet.put()
+    assert (await fleet.ask("r", newer_than=1)).claim is None
+    claim = await fleet.claim("r", again=True, newer_than=0)
+    assert claim.seq == 1
+    assert await fleet.claim("r", again=True, newer_than=1) == claim
 
 
 async def test_a_put_is_announced_once_all_ranks_have_set_it_aside(fleet: Fleet) -> None:
