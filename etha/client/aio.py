@@ -257,9 +257,10 @@ class AsyncTensorBusClient(OfOneProcess):
         has its own layout. A plain tensor takes ``placements[name]``, else the pair's default. ``shapes``: global
         shapes of plain tensors. ``bucket_size``: in bytes.
 
-        ``regions``: names whose plain tensor on this rank holds an irregular part of the global tensor and only
-        receives it. For each dim the part is a list of ascending (start, stop), and the tensor holds their product,
-        densely. A list of such products lies one after the other in a flat tensor. Needs ``shapes[name]``.
+        ``regions``: names whose plain tensor on this rank holds an irregular part of the global tensor. For each dim
+        the part is a list of ascending (start, stop), and the tensor holds their product, densely. A list of such
+        products lies one after the other in a flat tensor. Needs ``shapes[name]``. Regions that send must hold together
+        what the other side wants.
 
         ``direction``: "send", "recv" or "both" must work, else registering fails. ``atomic``: receive into shadow
         memory, so that the tensors change only after commit.

@@ -37,6 +37,7 @@ from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 from etha.plan.layouts import dtypes
+from etha.plan.layouts.region import part_name
 from etha.torch_types import is_async_collective, is_dtensor
 
 if TYPE_CHECKING:
@@ -478,14 +479,9 @@ def parts_of(name: str, tensor: torch.Tensor, runs: Runs, rank: int) -> list[Par
             f"another, here of shape ({sum(sizes)},); this one has shape {tuple(tensor.shape)}"
         )
     return [
-        (part_name(name, i) if i else name, name if i else None, flat.view(shape), layout)
+        (part_name(name, i), name if i else None, flat.view(shape), layout)
         for i, (flat, shape, layout) in enumerate(zip(torch.split(tensor, sizes), shapes, layouts, strict=True))
     ]
-
-
-def part_name(name: str, number: int) -> str:
-    """The name of product ``number`` of a tensor. The first product has the tensor's own name."""
-    return f"{name} [product {number}]"
 
 
 def _listed(runs: Any) -> list[Any] | None:

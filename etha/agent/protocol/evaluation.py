@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -27,6 +27,7 @@ from etha.plan import (
     shape_violations,
 )
 from etha.plan.layouts import dtypes
+from etha.plan.layouts.region import part_name
 
 Specs = dict[str, TensorSpec]
 
@@ -325,7 +326,8 @@ def _refused(
     return tuple(found.values())
 
 
-# ---- regions that are lists of products: each part is planned as a tensor of its own, with its tensor as source ----
+# ---- regions that are lists of products: on a target each part is planned as a tensor of its own, with its tensor as
+# source; on a source all parts are one tensor, of which a rank holds several products ----
 
 
 def parts_of(manifests: Mapping[int, Manifest]) -> dict[str, str]:
@@ -333,15 +335,50 @@ def parts_of(manifests: Mapping[int, Manifest]) -> dict[str, str]:
     return {name: d.of for m in manifests.values() for name, d in m.tensors.items() if d.of is not None}
 
 
+def _number(name: str, of: str) -> int:
+    """Which product of ``of`` a part of this name is; 0 if it is none."""
+    number = name.removeprefix(f"{of} [product ").removesuffix("]")
+    return int(number) if number.isdecimal() and len(number) < 9 and part_name(of, int(number)) == name else 0
+
+
 def clashes(manifests: Mapping[int, Manifest], side: str, parts: Mapping[str, str]) -> list[Violation]:
-    """Names of ``side`` that are also names of ``parts`` of either side, but of other tensors."""
+    """Names of ``side`` that are also names of ``parts`` of either side, but of other tensors.
+
+    Also parts that differ from their tensor in more than what they hold, which no client registers.
+    """
     found = []
     for rank, manifest in manifests.items() if parts else ():
         for name in manifest.tensors.keys() & parts.keys():
             if manifest.tensors[name].of != parts[name]:
                 text = f"it has the name of a part of {parts[name]!r} on another rank: rename it"
                 found.append(Violation(code="layout", name=name, side=side, rank=rank, text=text))
+        for name, d in manifest.tensors.items():
+            if d.of is None:
+                continue
+            before = part_name(d.of, _number(name, d.of) - 1)
+            whole = manifest.tensors.get(before)
+            if whole is None or (d.dtype, d.shape) != (whole.dtype, whole.shape):
+                text = f"it is no part of {d.of!r}: register a list of products under the tensor's name"
+                found.append(Violation(code="layout", name=name, side=side, rank=rank, text=text))
     return sorted(found, key=lambda v: (v.name, v.rank or 0))
+
+
+def with_products(specs: Mapping[str, TensorSpec], parts: Mapping[str, str]) -> Specs:
+    """The tensors of a source, each with its parts as further products."""
+    found: Specs = {}
+    known: dict[tuple[int, ...], TensorSpec] = {}
+    for name, spec in specs.items():
+        if name in parts:
+            continue
+        more: list[TensorSpec] = []
+        while parts.get(one := part_name(name, len(more) + 1)) == name and (part := specs.get(one)) is not None:
+            if (part.shape, part.dtype) != (spec.shape, spec.dtype):
+                break  # ``clashes`` refuses it
+            more.append(part)
+        # Equal tensors share one object, because they are planned together.
+        key = tuple(id(one) for one in (spec, *more))
+        found[name] = known.setdefault(key, replace(spec, products=tuple(more)) if more else spec)
+    return found
 
 
 def joined(
@@ -352,11 +389,10 @@ def joined(
 ) -> tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]]:
     """What is planned: for each part of a target, the source's tensor under the part's name.
 
-    A source's parts are left out, because their tensors cover them. So are a target's parts whose tensor the source
-    lacks.
+    A source's parts are further products of their tensor. A target's parts whose tensor the source lacks are left out.
     """
     if source_parts:
-        source = {name: spec for name, spec in source.items() if name not in source_parts}
+        source = with_products(source, source_parts)
     if target_parts:
         target = {n: spec for n, spec in target.items() if n not in target_parts or target_parts[n] in source}
         source = {**source, **{n: source[of] for n, of in target_parts.items() if n in target}}
@@ -417,13 +453,24 @@ def _apart(source: Side, first: str, name: str) -> str | None:
     side, members, specs = source
     for rank, manifest in sorted(members.items()):
         here = [one for one in (first, name) if one in manifest.tensors]
-        if all(_empty(specs[one], rank) for one in here):
+        if all(_empty(part, rank) for one in here for _, part in _products(specs, one)):
             continue
-        if len(here) < 2 or manifest.region(first) != manifest.region(name):
+        mine, theirs = (list(_products(specs, one)) for one in (first, name))
+        if (
+            len(here) < 2
+            or len(mine) != len(theirs)
+            or any(manifest.region(a) != manifest.region(b) for (a, _), (b, _) in zip(mine, theirs, strict=True))
+        ):
             return f"{side} rank {rank} holds them in different memory"
-        if _owned(specs[first], rank) != _owned(specs[name], rank):
+        if any(_owned(a, rank) != _owned(b, rank) for (_, a), (_, b) in zip(mine, theirs, strict=True)):
             return f"{side} rank {rank} gives different elements of them"
     return None
+
+
+def _products(specs: Mapping[str, TensorSpec], name: str) -> Iterator[tuple[str, TensorSpec]]:
+    """A source's tensor, and the further products of it."""
+    for number, spec in enumerate((specs[name], *specs[name].products)):
+        yield part_name(name, number), spec
 
 
 def _empty(spec: TensorSpec, rank: int) -> bool:

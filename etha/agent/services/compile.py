@@ -21,6 +21,8 @@ from etha.memory.handles import TensorHandle
 from etha.memory.revocation import Guard
 from etha.memory.views import View
 from etha.observe.records import Payload
+from etha.plan import Plan
+from etha.plan.layouts.region import part_name
 from etha.transport.base import TransportPeer
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Member, Program
@@ -105,8 +107,9 @@ class TransferCompiler:
 
     def _views(self, batch: RegisteredBatch, source: str, snapshot: bool) -> tuple[Views, Views]:
         """Views of this agent's ranks, and of other agents' source ranks whose memory it reads."""
-        names = batch.evaluation.plans[source].names
-        held = [batch.evaluation.parts.get(name, name) for name in names]  # the names that the source's ranks use
+        plan = batch.evaluation.plans[source]
+        names = plan.names
+        held = _source_names(plan, batch.evaluation.parts)
         sources: Views = {}
         targets: Views = {}
         for (side, rank), tensors in batch.tensors.items():
@@ -122,6 +125,13 @@ class TransferCompiler:
             shown = batch.registration.shared_snapshots if snapshot else batch.registration.shared_tensors
             sources[rank] = shown.memory((source, rank)).views(held)
         return sources, targets
+
+
+def _source_names(plan: Plan, parts: Mapping[str, str]) -> list[str]:
+    """The names that the source's ranks use for their local tensors, by ``plan.local_number``."""
+    held = [parts.get(name, name) for name in plan.names]
+    most = max((len(plan.source[name].products) for name in plan.names), default=0)
+    return [part_name(name, number) for number in range(most + 1) for name in held]
 
 
 def _resolve(

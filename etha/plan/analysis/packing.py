@@ -8,7 +8,6 @@ import numpy as np
 
 from etha.plan.layouts import cells
 from etha.plan.planner.chunks import TensorClass
-from etha.plan.planner.class_rows import all_pieces
 from etha.plan.planner.plan import BasePlan
 
 #: Shorter pieces are packed with others.
@@ -38,21 +37,28 @@ def packing(plan: BasePlan) -> Packing:
 
 def _of_class(klass: TensorClass, *, must_pack: bool) -> tuple[int, int, int]:
     zero = packed = segments = 0
-    splits = (klass.m2m.source[0] if klass.reduction is None else klass.reduction.slots).splits
+    grids = klass.m2m.source if klass.reduction is None else (klass.reduction.slots,)
+    grids = grids if klass.m2m.gaps else grids[:1]
     for block in klass.blocks:
         whole, counts = [], []
         for d, (o, n) in enumerate(zip(block.overlays, klass.shape, strict=True)):
-            here = cells.table(n, splits[d]).sizes[block.parts[d][0][o.source]]
+            here = np.stack(
+                [
+                    cells.table(n, h.splits[d]).sizes[part[o.source]]
+                    for h, part in zip(grids, block.parts[d], strict=False)
+                ]
+            )
             there = cells.table(n, block.target.splits[d]).sizes[o.target]
             counts.append(np.diff(o.ptr))
             whole.append((o.size == here) & (o.size == there) & (counts[-1] == 1))
-        for pieces in all_pieces(block, 1):
+        for pieces in block.all(1):
             runs = np.ones(len(pieces.size), dtype=np.int64)
             open_ = np.ones(len(pieces.size), dtype=bool)  # all later dims are held whole
+            grid = (np.stack(pieces.cells[: len(grids)]) >= 0).argmax(axis=0)  # the first that holds each piece
             for d in reversed(range(len(counts))):
                 p = pieces.pairs[d]
                 runs *= np.where(open_, counts[d][p], pieces.extents[:, d])
-                open_ = open_ & whole[d][p]
+                open_ = open_ & whole[d][grid, p]
             nbytes = pieces.size * klass.itemsize
             copies = block.target.count[pieces.copies]
             long = (runs == 1) & (nbytes >= ZERO_COPY) & (not must_pack)

@@ -53,8 +53,8 @@ class DimTable:
 class Joint:
     """Several cuts of one dim laid over each other. ``cell`` numbers the combinations of their cells.
 
-    ``offset[g]`` is the run's place in the list of grid g's cell. ``part[g][cell]`` is that cell, -1 in one of its
-    gaps.
+    ``offset[g]`` is the run's place in the list of grid g's cell, and means nothing in a gap of it. ``part[g][cell]``
+    is that cell, -1 in a gap. The runs tile the dim, gaps of all grids included.
     """
 
     start: Ints
@@ -191,9 +191,9 @@ def _frozen(found: DimTable) -> DimTable:
 
 @lru_cache(maxsize=16384)
 def joint(n: int, grids: tuple[Cut, ...]) -> Joint:
-    """Lay the cuts of several grids over each other. With one grid, this is its own table."""
+    """Lay the cuts of several grids over each other. With one grid without gaps, this is its own table."""
     tables = [table(n, splits) for splits in grids]
-    if len(tables) == 1:
+    if len(tables) == 1 and not isinstance(grids[0], DimRuns):
         only = tables[0]
         cells = len(only.sizes)
         whole = np.arange(cells, dtype=np.int64)
@@ -219,8 +219,8 @@ def joint(n: int, grids: tuple[Cut, ...]) -> Joint:
 
 
 def _points(n: int, *tables: DimTable | Joint) -> Ints:
-    """The points at which a run of any of the tables begins or stops."""
-    found = np.unique(np.concatenate([*(t.start for t in tables), *(t.stop for t in tables)]))
+    """The points at which a run of any of the tables, or a gap, begins."""
+    found = np.unique(np.concatenate([[0], *(t.start for t in tables), *(t.stop for t in tables)]))
     return found[found < n].astype(np.int64)
 
 
@@ -233,13 +233,17 @@ def _cells_at(held: DimTable, row: Ints, points: Ints) -> Ints:
 
 @lru_cache(maxsize=16384)
 def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
-    """All pairs of one joint source cell and one target cell of a dim, with their runs. The source has no gaps."""
+    """All pairs of one joint source cell and one target cell of a dim, with their runs.
+
+    Elements in gaps of the source belong to joint cells of their own. Runs of a grid that has a gap there have the
+    target's offsets at both ends, so that they break nowhere else than the target's.
+    """
     left, right = joint(n, source), table(n, target)
-    gaps = isinstance(target, DimRuns)
-    points = _points(n, left, right) if gaps else np.union1d(left.start, right.start)
+    some = isinstance(target, DimRuns)
+    points = _points(n, left, right) if some else np.union1d(left.start, right.start)
     length = np.append(points[1:], n)[: len(points)] - points
     b = np.searchsorted(right.start, points, "right") - 1
-    if gaps:
+    if some:
         inside = _cells_at(right, b, points) >= 0
         points, length, b = points[inside], length[inside], b[inside]
     a = np.searchsorted(left.start, points, "right") - 1
@@ -248,6 +252,9 @@ def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
     key, length = key[order], length[order]
     there = (right.offset[b] + points - right.start[b])[order]
     here = [(offset[a] + points - left.start[a])[order] for offset in left.offset]
+    if any(isinstance(splits, DimRuns) for splits in source):
+        at = left.cell[a][order]
+        here = [np.where(part[at] < 0, there, offset) for part, offset in zip(left.part, here, strict=True)]
     # A run ends where its pair ends, or where either local tensor jumps.
     edge = key[1:] != key[:-1]
     first_of_pair = np.append(True, edge)[: len(key)]
@@ -269,7 +276,8 @@ def overlay(n: int, source: tuple[Cut, ...], target: Cut) -> Overlay:
     by_source = []
     for g, splits in enumerate(source):
         cell = left.part[g][source_cell]
-        by_source.append((np.argsort(cell, kind="stable"), _pointers(cell, count(splits))))
+        gaps = int((cell < 0).sum())  # these pairs come first
+        by_source.append((np.argsort(cell, kind="stable"), _pointers(cell[cell >= 0], count(splits)) + gaps))
     return Overlay(
         source=source_cell,
         target=target_cell,

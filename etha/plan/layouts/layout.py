@@ -99,8 +99,9 @@ class Layout:
         """A layout in which each of ``ranks`` keeps the same part: the elements ``runs[d]`` of each tensor dim d.
 
         ``runs[d]`` are ascending disjoint (start, stop). The part is their product, and lies in the local tensor
-        without gaps, in order. Only targets can be regions, and regions need not cover the tensor. LayoutError for
-        anything else. Runs are compared with a tensor's shape once the layout is used with one.
+        without gaps, in order. The regions of a side may overlap, and need not cover the tensor, unless the other side
+        wants all of it. LayoutError for anything else. Runs are compared with a tensor's shape once the layout is used
+        with one.
         """
         new = object.__new__(cls)
         new._set(*read_mesh(list(ranks)), (Axis("R"),), "auto", read_product(runs))

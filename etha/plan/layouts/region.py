@@ -110,3 +110,9 @@ def check_product(product: Product, shape: Sequence[int], ranks: Sequence[int]) 
 def plain_product(product: Product) -> list[list[list[int]]]:
     """The inverse of ``read_product``, as plain data."""
     return [[list(run) for run in kept.runs] for kept in product]
+
+
+def part_name(name: str, number: int) -> str:
+    """The name of product ``number`` of tensor ``name``, of which a rank holds a list. The first one, 0, has the
+    tensor's own name."""
+    return f"{name} [product {number}]" if number else name

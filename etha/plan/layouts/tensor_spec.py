@@ -19,14 +19,18 @@ from etha.plan.layouts.mesh import check_shape
 class TensorSpec:
     """One tensor of a side: global ``shape``, ``dtype`` and ``layout``.
 
-    ``layout`` is one Layout, or several over disjoint sets of ranks. Each of them holds the whole tensor or, on a
-    target, a region of it. ``present`` are the ranks that really hold their part; None means all ranks of the layouts.
+    ``layout`` is one Layout, or several over disjoint sets of ranks. Each of them holds the whole tensor or a region of
+    it. ``present`` are the ranks that really hold their part; None means all ranks of the layouts.
+
+    ``products``: what ranks of a source hold beside it. Each is one more region of the same tensor in a local tensor of
+    its own (``part_name``), because a rank may hold a list of products.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout | Sequence[Layout]
     present: frozenset[int] | None = None
+    products: tuple[TensorSpec, ...] = ()
     layouts: tuple[Layout, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,11 +48,24 @@ class TensorSpec:
         object.__setattr__(self, "layouts", layouts)
         if self.present is not None:
             object.__setattr__(self, "present", frozenset(self.present))
+        for more in self.products:
+            if (more.shape, more.dtype) != (self.shape, self.dtype) or more.products:
+                raise LayoutError(
+                    f"a product of another tensor: shape {more.shape} of {more.dtype}, not {self.shape} of {self.dtype}"
+                )
 
     def holders(self) -> list[int]:
         """The ranks that hold a local tensor (maybe an empty one), ascending."""
+        return sorted(self.ranks().union(*(more.ranks() for more in self.products)))
+
+    def ranks(self) -> set[int]:
+        """The ranks that hold a local tensor, without those of further products."""
         ranks = {r for part in self.layouts for r in part.ranks.reshape(-1).tolist()}
-        return sorted(ranks if self.present is None else ranks & self.present)
+        return ranks if self.present is None else ranks & self.present
+
+    def product(self, number: int) -> TensorSpec:
+        """The spec of product ``number``: 0 is this one."""
+        return self.products[number - 1] if number else self
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
         """Shape of the local tensor of ``rank``; None if it holds none."""

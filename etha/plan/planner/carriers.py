@@ -152,4 +152,4 @@ def packed(region: Region, kind: int) -> Region:
         runs = runs.copy()
         runs[:, int(kind == CARRY)] = np.cumsum(runs[:, 2]) - runs[:, 2]
         dims.append(runs)
-    return Region(dims=tuple(dims))
+    return Region(dims=tuple(dims), product=region.product if kind == CARRY else 0)

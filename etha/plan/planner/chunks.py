@@ -50,6 +50,9 @@ class TensorClass:
         if self.reduction is not None:
             return self.reduction.period
         most = self.m2m.replicas
+        if self.m2m.gaps:
+            most = int(np.lcm.reduce(self.crowds))
+            most = most if most <= _MOST_TURNS else int(self.crowds.max())
         entries = self.entries if self.chains is not None else 1
         if most * entries == 1 or self._even(entries):
             return 1
@@ -65,6 +68,15 @@ class TensorClass:
                 here *= int(np.gcd.reduce(o.degrees)) if len(o.degrees) else 1
             step = int(np.gcd(step, here))
         return most // int(np.gcd(most, step)) if step else 1
+
+    @cached_property
+    def crowds(self) -> Ints:
+        """The numbers of holders that wanted pieces have, each once, ascending. At least one, and none is 0."""
+        found = {1}
+        for block in self.blocks:
+            for pieces in block.all(self.m2m.replicas):
+                found |= set(np.unique(self.m2m.sources(pieces.cells)[2]).tolist())
+        return np.array(sorted(found - {0}), dtype=np.int64)
 
     @cached_property
     def entries(self) -> int:
@@ -123,11 +135,11 @@ class TensorClass:
                     made = self._rows(block, block.of_target(cell), holder, copy, rank)
                     parts.append(dataclasses.replace(made, group=(at, cell)))
             else:
-                for grid, holding in enumerate(self.m2m.source):
-                    where = holding.find(rank)
-                    if where is not None:
-                        made = self._rows(block, block.of_source(grid, where[0]), rank, None)
-                        parts.append(dataclasses.replace(made, group=(at, grid)))
+                places = [(grid, holding.find(rank)) for grid, holding in enumerate(self.m2m.source)]
+                mine = [(grid, where[0]) for grid, where in places if where is not None]
+                if mine:  # several of them if the rank holds several products
+                    made = self._rows(block, block.of_source(mine), rank, None)
+                    parts.append(dataclasses.replace(made, group=(at, mine[0][0])))
         return merge_rows(parts, self.turns) if parts else None
 
     def _rows(self, block: CellBlock, pieces: Pieces, rank: int, copy: int | None, viewer: int = -1) -> BlockRows:

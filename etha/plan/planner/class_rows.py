@@ -19,8 +19,6 @@ from etha.plan.planner.reduction import Reduction
 from etha.plan.planner.senders import assign
 
 Ints = npt.NDArray[np.int64]
-#: Rows that are computed together; more are computed in parts.
-_MOST_ROWS = 1 << 21
 
 #: (sender, receiver, bytes, number of tensors) of rows of one kind.
 Columns = tuple[Ints, Ints, Ints, Ints]
@@ -33,21 +31,8 @@ def class_rows(klass: TensorClass, times: Ints) -> Iterator[tuple[int, Columns, 
         return
     for block in klass.blocks:
         width = klass.turns * klass.m2m.replicas * block.target.ranks.shape[2]
-        for pieces in all_pieces(block, width):
+        for pieces in block.all(width):
             yield from _moves(klass, block, pieces, times)
-
-
-def all_pieces(block: CellBlock, width: int) -> Iterator[Pieces]:
-    """The pieces of every target cell, in parts of limited size if each piece has ``width`` rows."""
-    ranges = [np.arange(len(o.size), dtype=np.int64) for o in block.overlays]
-    if not ranges:
-        yield block.over([])
-        return
-    for r in ranges[1:]:
-        width *= len(r)
-    step = max(1, _MOST_ROWS // max(width, 1))
-    for lo in range(0, len(ranges[0]), step):
-        yield block.over([ranges[0][lo : lo + step], *ranges[1:]])
 
 
 def _moves(klass: TensorClass, block: CellBlock, pieces: Pieces, times: Ints) -> Iterator[tuple[int, Columns, int]]:
@@ -107,7 +92,7 @@ def _reduced(klass: TensorClass, r: Reduction, times: Ints) -> Iterator[tuple[in
         count = np.full(members.size, number, dtype=np.int64)
         yield CONTRIBUTE, (members.reshape(-1), to.reshape(-1), each.reshape(-1), count), 0
     for block in klass.blocks:
-        for pieces in all_pieces(block, klass.turns * block.target.ranks.shape[2]):
+        for pieces in block.all(klass.turns * block.target.ranks.shape[2]):
             copies = block.target.ranks[pieces.copies, 0, :]
             owner, keep, via, hop, _ = r.results(klass, block, pieces, None)
             v, m, q = np.nonzero(keep)

@@ -31,7 +31,7 @@ def digest_of(
         h.update(len(side).to_bytes(8, "little"))
         for name in sorted(side):
             spec = side[name]
-            key = (spec.shape, spec.dtype, id(spec.layout), spec.present)
+            key = (spec.shape, spec.dtype, id(spec.layout), spec.present, id(spec.products))
             mark = known.get(key)
             if mark is None:
                 mark = known[key] = _spec_digest(spec)
@@ -52,4 +52,6 @@ def _spec_digest(spec: TensorSpec) -> bytes:
         h.update(grid.ranks.astype("<i8").tobytes())
     if spec.present is not None:
         h.update(repr(sorted(spec.present)).encode())
+    for more in spec.products:
+        h.update(_spec_digest(more))
     return h.digest()

@@ -93,6 +93,9 @@ def _sends(klass: TensorClass, topology: Topology, once: Ints, fixed: Ints) -> N
         peers = klass.reduction.count * np.maximum(holding.count, 1)
         each = volumes(klass.shape, holding) * scale // peers
         shared = [(holding, each)]
+    elif klass.m2m.gaps:
+        _pieces_sent(klass, topology, once)
+        shared = []
     else:
         shared = [(h, volumes(klass.shape, h) * scale // klass.m2m.replicas) for h in klass.m2m.source]
     for holding, each in shared:
@@ -101,3 +104,13 @@ def _sends(klass: TensorClass, topology: Topology, once: Ints, fixed: Ints) -> N
         np.add.at(once, agent, each[cell])
         if klass.reduction is not None:
             np.add.at(fixed, agent, each[cell] * (klass.reduction.count - 1))
+
+
+def _pieces_sent(klass: TensorClass, topology: Topology, once: Ints) -> None:
+    """``_sends`` of a source of regions, whose holders differ from piece to piece."""
+    for block in klass.blocks:
+        for pieces in block.all(klass.m2m.replicas):
+            ranks, _, count = klass.m2m.sources(pieces.cells)
+            each = pieces.size * klass.itemsize * klass.members // np.maximum(count, 1)
+            m, p = np.nonzero(ranks >= 0)
+            np.add.at(once, topology.source_agent[ranks[m, p]], each[m])

@@ -15,6 +15,8 @@ from etha.errors import LayoutError
 from etha.plan.layouts import cells
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.placement import Axis, Cut
+from etha.plan.layouts.region import DimRuns
+from etha.plan.layouts.tensor_spec import TensorSpec
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -106,13 +108,20 @@ def _order(host: Ints) -> Ints:
 class Holding:
     """The holders of one grid: ``ranks`` (cells, K, P), -1 for an absent one, real replicas first.
 
-    ``count`` (cells,) is the number of complete replicas of each cell, with all K contributions present.
+    ``count`` (cells,) is the number of complete replicas of each cell, with all K contributions present. ``product``
+    says which of their products the ranks hold, 0 unless regions are lists of products.
     """
 
     splits: tuple[Cut, ...]
     ranks: Ints
     count: Ints
     partial: tuple[tuple[Axis, int], ...]
+    product: int = 0
+
+    @property
+    def gaps(self) -> bool:
+        """Whether it is a region, which may leave gaps."""
+        return any(isinstance(cut, DimRuns) for cut in self.splits)
 
     def find(self, rank: int) -> tuple[int, int, int] | None:
         """(flat cell, contribution, replica) of a rank; None if it holds nothing."""
@@ -128,7 +137,18 @@ class Holding:
         return tuple(cells.count(s) for s in self.splits)
 
 
-def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: int, order: Ints) -> list[Holding]:
+def all_holdings(spec: TensorSpec, order: Ints) -> list[Holding]:
+    """The holders of one name, further products included."""
+    ndim = len(spec.shape)
+    found = holdings(spec.layouts, spec.present, ndim, order)
+    for number, more in enumerate(spec.products, 1):
+        found += holdings(more.layouts, more.present, ndim, order, number)
+    return found
+
+
+def holdings(
+    layouts: Sequence[Layout], present: frozenset[int] | None, ndim: int, order: Ints, product: int = 0
+) -> list[Holding]:
     """The layouts of one name as holders. Layouts with the same cuts become one, with their ranks as replicas."""
     groups: dict[tuple[tuple[Cut, ...], tuple[tuple[Axis, int], ...]], list[Ints]] = {}
     for layout in sorted(layouts, key=lambda part: int(part.ranks.min())):
@@ -150,6 +170,7 @@ def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: in
                 ranks=ranks,
                 count=(~missing).sum(axis=1),
                 partial=partial,
+                product=product,
             )
         )
     return found
@@ -157,23 +178,34 @@ def holdings(layouts: Sequence[Layout], present: frozenset[int] | None, ndim: in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class M2M:
-    """Holders of both sides of a pair of layouts. Several source grids are replicas of each other."""
+    """Holders of both sides of a pair of layouts. Several source grids are replicas of each other where they overlap:
+    everywhere, or if they are regions (``gaps``), here and there."""
 
     source: tuple[Holding, ...]
     target: tuple[Holding, ...]
     topology: Topology
     replicas: int = field(init=False)
+    gaps: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "replicas", sum(h.ranks.shape[2] for h in self.source))
+        object.__setattr__(self, "gaps", any(h.gaps for h in self.source))
 
     def sources(self, cells: Sequence[Ints]) -> tuple[Ints, Ints, Ints]:
-        """Holders of joint cells: ranks (M, P) by (host, rank), their grid (M, P), and how many there are (M,)."""
+        """Holders of joint cells: ranks (M, P) by (host, rank), their grid (M, P), and how many there are (M,).
+
+        A cell of -1 is a gap of its grid. P is the most that any of the cells has.
+        """
         parts = [h.ranks[c, 0, :] for h, c in zip(self.source, cells, strict=True)]
-        if len(parts) == 1:
+        if self.gaps:
+            parts = [np.where((c < 0)[:, None], -1, p) for p, c in zip(parts, cells, strict=True)]
+        elif len(parts) == 1:
             return parts[0], np.zeros_like(parts[0]), self.source[0].count[cells[0]]
         ranks = np.concatenate(parts, axis=1)
         grid = np.repeat(np.arange(len(parts)), [p.shape[1] for p in parts])
         place = np.where(ranks < 0, np.iinfo(np.int64).max, self.topology.source_order[np.maximum(ranks, 0)])
         order = np.argsort(place, axis=1, kind="stable")
-        return np.take_along_axis(ranks, order, axis=1), grid[order], (ranks >= 0).sum(axis=1)
+        count = (ranks >= 0).sum(axis=1)
+        if self.gaps:  # most of many regions have nothing to do with these cells
+            order = order[:, : max(int(count.max(initial=0)), 1)]
+        return np.take_along_axis(ranks, order, axis=1), grid[order], count

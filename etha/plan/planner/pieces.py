@@ -6,7 +6,8 @@ nothing else is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +15,13 @@ import numpy.typing as npt
 
 from etha.plan.layouts import cells
 from etha.plan.layouts.cells import Overlay
+from etha.plan.layouts.region import DimRuns
 from etha.plan.planner.m2m import Holding
 from etha.plan.planner.rank_plan import Region
 
 Ints = npt.NDArray[np.int64]
+#: Rows that are computed together; more are computed in parts.
+_MOST_ROWS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,7 +29,7 @@ class Pieces:
     """M pieces of one block in canonical order: (target cell, source cell)."""
 
     pairs: tuple[Ints, ...]  # per dim (M,): index of the pair in the dim's overlay
-    cells: tuple[Ints, ...]  # per source grid (M,): flat cell
+    cells: tuple[Ints, ...]  # per source grid (M,): flat cell, -1 where the grid does not hold the piece
     copies: Ints  # (M,): flat cell of the target grid
     ordinal: Ints
     degree: Ints
@@ -39,12 +43,15 @@ class Pieces:
 class CellBlock:
     """One target grid of a class laid over its source grids."""
 
+    shape: tuple[int, ...]
     overlays: tuple[Overlay, ...]
     parts: tuple[tuple[Ints, ...], ...]  # per dim, per source grid: its cell of a joint cell
     joint_cells: tuple[int, ...]
     source_cells: tuple[tuple[int, ...], ...]  # per source grid: cells of each dim
     target_cells: tuple[int, ...]
     target: Holding
+    gaps: bool  # whether a source grid may lack a piece
+    products: tuple[int, ...]  # per source grid
 
     @classmethod
     def of(cls, shape: tuple[int, ...], source: Sequence[Holding], target: Holding) -> CellBlock:
@@ -52,13 +59,21 @@ class CellBlock:
         grids = [tuple(h.splits[d] for h in source) for d in range(len(shape))]
         joints = [cells.joint(n, g) for n, g in zip(shape, grids, strict=True)]
         return cls(
+            shape=shape,
             overlays=tuple(cells.overlay(n, g, t) for n, g, t in zip(shape, grids, target.splits, strict=True)),
             parts=tuple(j.part for j in joints),
             joint_cells=tuple(max(j.cells, 1) for j in joints),
             source_cells=tuple(h.cells for h in source),
             target_cells=target.cells,
             target=target,
+            gaps=any(h.gaps for h in source),
+            products=tuple(h.product for h in source),
         )
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces there are for all target cells."""
+        return math.prod(len(o.size) for o in self.overlays)
 
     def of_target(self, cell: int) -> Pieces:
         place = cells.coordinate(cell, self.target_cells)
@@ -66,18 +81,40 @@ class CellBlock:
             [np.arange(o.by_target[c], o.by_target[c + 1]) for o, c in zip(self.overlays, place, strict=True)]
         )
 
-    def of_source(self, grid: int, cell: int) -> Pieces:
-        sizes = self.source_cells[grid]
-        ranges = []
-        for o, c in zip(self.overlays, cells.coordinate(cell, sizes), strict=True):
-            order, ptr = o.by_source[grid]
-            ranges.append(order[ptr[c] : ptr[c + 1]])
-        return self.over(ranges)
+    def of_source(self, held: Sequence[tuple[int, int]]) -> Pieces:
+        """The pieces of which a rank that holds these (grid, cell) has any."""
+        found = []
+        for grid, cell in held:
+            ranges = []
+            for o, c in zip(self.overlays, cells.coordinate(cell, self.source_cells[grid]), strict=True):
+                order, ptr = o.by_source[grid]
+                ranges.append(order[ptr[c] : ptr[c + 1]])
+            if len(held) == 1:
+                return self.over(ranges)
+            found.append(_product(ranges, int(np.prod([len(r) for r in ranges], dtype=np.int64))))
+        if not self.overlays:
+            return self.over([])
+        pairs = np.unique(np.concatenate([np.stack(some, axis=1) for some in found]), axis=0)
+        return self._pieces([np.ascontiguousarray(p) for p in pairs.T], len(pairs))
 
     def over(self, ranges: list[Ints]) -> Pieces:
         """The product of some pairs of each dim."""
         count = int(np.prod([len(r) for r in ranges], dtype=np.int64))
-        pairs = _product(ranges, count)
+        return self._pieces(_product(ranges, count), count)
+
+    def all(self, width: int) -> Iterator[Pieces]:
+        """The pieces of every target cell, in parts of limited size if each piece has ``width`` rows."""
+        ranges = [np.arange(len(o.size), dtype=np.int64) for o in self.overlays]
+        if not ranges:
+            yield self.over([])
+            return
+        for r in ranges[1:]:
+            width *= len(r)
+        step = max(1, _MOST_ROWS // max(width, 1))
+        for lo in range(0, len(ranges[0]), step):
+            yield self.over([ranges[0][lo : lo + step], *ranges[1:]])
+
+    def _pieces(self, pairs: list[Ints], count: int) -> Pieces:
         zero = np.zeros(count, dtype=np.int64)
         if len(self.source_cells) > 1 and count > 1:
             copies, joint = zero, zero
@@ -87,13 +124,17 @@ class CellBlock:
             order = np.lexsort((joint, copies))
             pairs = [p[order] for p in pairs]
         flat = [zero] * len(self.source_cells)
+        held = [np.ones(count, dtype=np.bool_)] * len(self.source_cells) if self.gaps else None
         copies, ordinal, degree, size = zero, zero, zero + 1, zero + 1
         number, crowd = zero, zero + 1
         extents = np.empty((count, len(pairs)), dtype=np.int64)
         for d, (p, o) in enumerate(zip(pairs, self.overlays, strict=True)):
             joint = o.source[p]
             for g, sizes in enumerate(self.source_cells):
-                flat[g] = flat[g] * sizes[d] + self.parts[d][g][joint]
+                part = self.parts[d][g][joint]
+                if held is not None:
+                    held[g] = held[g] & (part >= 0)
+                flat[g] = flat[g] * sizes[d] + part
             copies = copies * self.target_cells[d] + o.target[p]
             ordinal = ordinal * o.degree[p] + o.ordinal[p]
             degree = degree * o.degree[p]
@@ -103,6 +144,8 @@ class CellBlock:
             crowd = crowd * each
             extents[:, d] = o.size[p]
             size = size * o.size[p]
+        if held is not None:
+            flat = [np.where(here, cell, -1) for here, cell in zip(held, flat, strict=True)]
         return Pieces(
             pairs=tuple(pairs),
             cells=tuple(flat),
@@ -128,7 +171,27 @@ class CellBlock:
             if passed:
                 runs = joined(runs[:, 1], runs[:, 2])
             dims.append(runs if cut is None or cut[0] != d else cut_runs(runs, cut[1], cut[2]))
-        return Region(dims=tuple(dims))
+        return Region(dims=tuple(dims), product=0 if passed else self.products[grid])
+
+    def bounds(self, pieces: Pieces, piece: int) -> tuple[DimRuns, ...]:
+        """The global runs of one piece in each dim."""
+        place = cells.coordinate(int(pieces.copies[piece]), self.target_cells)
+        found = []
+        for n, (p, o, c, cut) in zip(
+            self.shape, zip(pieces.pairs, self.overlays, place, self.target.splits, strict=True), strict=True
+        ):
+            table = cells.table(n, cut)
+            rows = table.rows_of(c)
+            runs = []
+            for _, offset, length in o.runs[0][o.ptr[p[piece]] : o.ptr[p[piece] + 1]].tolist():
+                for start, stop, first in zip(
+                    *(x[rows].tolist() for x in (table.start, table.stop, table.offset)), strict=True
+                ):
+                    lo, hi = max(offset, first), min(offset + length, first + stop - start)
+                    if lo < hi:
+                        runs.append((start + lo - first, start + hi - first))
+            found.append(DimRuns(tuple(runs)))
+        return tuple(found)
 
 
 def _product(ranges: list[Ints], count: int) -> list[Ints]:

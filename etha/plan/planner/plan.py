@@ -23,7 +23,7 @@ from etha.plan.planner.chunks import TensorClass
 from etha.plan.planner.digest import digest_of
 from etha.plan.planner.fanout import decide
 from etha.plan.planner.ingress_balance import carriers
-from etha.plan.planner.m2m import M2M, Holding, Topology, holdings
+from etha.plan.planner.m2m import M2M, Holding, Topology, all_holdings, holdings
 from etha.plan.planner.rank_plan import CONTRIBUTE, RankPlan, Region, Template, inside_target
 from etha.plan.planner.reduction import Reduction, reduce_op
 from etha.plan.planner.violations import Problem, coverage_problems, name_violations, spec_problems
@@ -31,7 +31,7 @@ from etha.plan.planner.violations import Problem, coverage_problems, name_violat
 Ints = npt.NDArray[np.int64]
 #: Ranks whose rows are cached.
 _SHEETS = 64
-_ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object]
+_ClassKey = tuple[tuple[int, ...], torch.dtype, torch.dtype, object, object, object, object, object]
 
 
 class BasePlan:
@@ -78,10 +78,14 @@ class BasePlan:
         for name in self.names:
             a, b = self.source[name], self.target[name]
             # By identity first, because a model's tensors share a few layouts, and hashing a rank table costs time.
-            quick = (a.shape, b.shape, a.dtype, b.dtype, id(a.layout), id(b.layout), a.present, b.present)
+            quick = (
+                a.shape, b.shape, a.dtype, b.dtype, id(a.layout), id(b.layout), a.present, b.present, id(a.products),
+            )  # fmt: skip
             at = by_id.get(quick)
             if at is None:
-                key = ((*a.shape, -1, *b.shape), a.dtype, b.dtype, a.layouts, b.layouts, a.present, b.present)
+                key = (
+                    (*a.shape, -1, *b.shape), a.dtype, b.dtype, a.layouts, b.layouts, a.present, b.present, a.products,
+                )  # fmt: skip
                 at = by_value.get(key)
                 if at is None:
                     at = by_value[key] = len(entries)
@@ -127,10 +131,10 @@ class BasePlan:
     def _map(self, source: TensorSpec, target: TensorSpec) -> tuple[M2M, Holding | None]:
         """The M2M map of a pair of layouts, and the holding to be reduced first, if any."""
         ndim = len(source.shape)
-        key = (source.layouts, source.present, target.layouts, target.present, ndim)
+        key = (source.layouts, source.present, source.products, target.layouts, target.present, ndim)
         found = self._maps.get(key)
         if found is None:
-            here = holdings(source.layouts, source.present, ndim, self.topology.source_order)
+            here = all_holdings(source, self.topology.source_order)
             there = holdings(target.layouts, target.present, ndim, self.topology.target_order)
             # One contribution is the value itself, except for norms, which take the root of a power.
             whole = [h for h in here if h.ranks.shape[1] == 1 and all(axis.kind != "NP" for axis, _ in h.partial)]
@@ -151,6 +155,11 @@ class BasePlan:
         """The dtype in which tensor number ``tensor`` travels."""
         name = self.names[tensor]
         return dtypes.wire_dtype(self.source[name].dtype, self.target[name].dtype)
+
+    def local_number(self, tensor: int, product: int) -> int:
+        """The number of a local tensor of a source rank, where executors are given all of them: that of its tensor, and
+        for each further product one beyond the numbers of all tensors."""
+        return tensor + product * len(self.names)
 
     def for_rank(self, side: str, rank: int) -> RankPlan:
         """The rows of ``rank`` on ``side`` ("source" or "target"); empty for a rank that holds nothing."""
@@ -222,7 +231,8 @@ def world_size(specs: Mapping[str, TensorSpec], *names: Sequence[str] | None) ->
     """Number of ranks of a side: those of its layouts, or as many as any of ``names`` names."""
     layouts: dict[int, Layout] = {}
     for spec in specs.values():
-        for layout in spec.layouts:
-            layouts[id(layout)] = layout
+        for part in (spec, *spec.products):
+            for layout in part.layouts:
+                layouts[id(layout)] = layout
     top = max((int(layout.ranks.max()) + 1 for layout in layouts.values()), default=0)
     return max(top, *(0 if n is None or isinstance(n, str) else len(n) for n in names))

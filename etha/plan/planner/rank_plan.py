@@ -43,10 +43,11 @@ class Region:
     Offsets are indices into that dim of the two ends' local tensors. For CONTRIBUTE the target end, and for RESULT the
     source end, is the dense slot. Both ends of a FORWARD are local tensors of the target side. The target end of a
     CARRY and the source end of its DELIVER are the region itself, packed densely. A 0-d tensor has no dims and one
-    element.
+    element. ``product``: which of the products that the source rank holds of the tensor its offsets are in.
     """
 
     dims: tuple[Ints, ...]
+    product: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -78,7 +78,9 @@ class Reduction:
         self.parts = _parts([int(e.max()) for e in self.extents], peers, dtypes.itemsize(dtype))
         self.number = int(np.prod(self.parts, dtype=np.int64))
         self.period = peers // int(np.gcd(peers, self.number)) if self.number else 1
-        splits = [s for s in holding.splits if not isinstance(s, DimRuns)]  # all of them, because no source is a region
+        splits = [
+            s for s in holding.splits if not isinstance(s, DimRuns)
+        ]  # all of them, because a region has no contributions
         refined = tuple((*s, (p, 0, len(s))) for s, p in zip(splits, self.parts, strict=True))
         refined = tuple(tuple(cut for cut in s if cut[0] > 1) for s in refined)
         self.slots = Holding(splits=refined, ranks=holding.ranks, count=holding.count, partial=())
@@ -174,7 +176,7 @@ class Reduction:
                 slots = self.slots_of(where[0])
                 # Only slots that this rank owns in some turn; all of them if replicas rotate.
                 for slot in slots[self._ever_owned(slots, rank, turns)].tolist():
-                    parts.results(grid, block, block.of_source(0, slot), rank, None)
+                    parts.results(grid, block, block.of_source([(0, slot)]), rank, None)
             elif side == "target":
                 found = block.target.find(rank)
                 if found is not None:

@@ -83,8 +83,9 @@ def assign(
     dim = np.zeros(pieces, dtype=np.int64)
     parts = np.ones(pieces, dtype=np.int64)
     if (most == 1 and not relayed) or pieces == 0:
-        valid = (asked & (count > 0)[:, None])[None, :, None, :]
-        column = np.zeros((1, pieces, 1, asked.shape[1]), dtype=np.int64)
+        each = (turns, pieces, 1, asked.shape[1])  # more than one turn if other pieces of the class have more holders
+        valid = np.broadcast_to((asked & (count > 0)[:, None])[:, None, :], each)
+        column = np.broadcast_to(np.int64(0), each)
         return Assignment(copies=one, column=column, valid=valid, whole=np.ones_like(asked), parts=parts, dim=dim)
     alive = np.maximum(count, 1)
     # A running number of the copies of a source cell, over its pieces and the tensors of the class.

@@ -5,18 +5,21 @@ Registration lists these; ``check()`` adds what only a plan's rows can show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from etha.errors import Violation
 from etha.plan.layouts import dtypes
+from etha.plan.layouts.region import DimRuns
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.chunks import TensorClass
 from etha.plan.planner.reduction import reduce_op
 
 SOURCE, TARGET = "source", "target"
+#: Most regions of a source times pieces into which they cut a tensor. A model's loaders stay far below it.
+MAX_ENTRIES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +47,13 @@ def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
     if any(axis.partial for part in target.layouts for axis in part.axes):
         text = "the target layout is Partial: nobody can say how a value is to be split into contributions"
         found.append(Problem("target_partial", TARGET, None, f"{text}; give Replicate or Shard"))
+    contributes = [any(axis.partial for axis in part.axes) for part in source.layouts]
+    if all(sums or part.kept is not None for sums, part in zip(contributes, source.layouts, strict=True)):
+        for part in source.layouts if any(contributes) else ():
+            if part.kept is not None:
+                text = "it holds a region of what others hold Partial contributions of: reduce these first"
+                found += [Problem("unsupported", SOURCE, rank, text) for rank in part.ranks.reshape(-1).tolist()]
     for part in source.layouts:
-        if part.kept is not None:
-            ranks = part.ranks.reshape(-1).tolist()
-            text = "regions receive only: a part that is told by its runs cannot be sent; send what a layout describes"
-            found += [Problem("layout", SOURCE, rank, text) for rank in ranks]
-            continue
         partial = part.grid(len(source.shape)).partial
         if partial:
             how = reduce_op(partial)
@@ -61,9 +65,17 @@ def spec_problems(source: TensorSpec, target: TensorSpec) -> list[Problem]:
 
 def coverage_problems(klass: TensorClass) -> list[Problem]:
     """Target ranks that need elements which no present source rank holds."""
-    if all((h.count > 0).all() for h in klass.m2m.source):
+    if not klass.m2m.gaps and all((h.count > 0).all() for h in klass.m2m.source):
         return []
     found = []
+    if klass.m2m.gaps:
+        grids = len(klass.m2m.source)
+        most = max((block.pieces for block in klass.blocks), default=0)
+        if most * grids > MAX_ENTRIES:
+            text = f"its {grids} regions cut it into {most} pieces: at most {MAX_ENTRIES // grids} can be planned"
+            return [
+                Problem("unsupported", SOURCE, None, f"{text}; register fewer runs, or let ranks hold equal regions")
+            ]
     for block in klass.blocks:
         for cell in range(len(block.target.count)):
             holders = block.target.ranks[cell, 0, : block.target.count[cell]].tolist()
@@ -73,12 +85,24 @@ def coverage_problems(klass: TensorClass) -> list[Problem]:
             if klass.reduction is not None:
                 count = klass.reduction.holding.count[klass.reduction.split(pieces.cells[0])[0]]
             else:
-                count = np.sum([h.count[c] for h, c in zip(klass.m2m.source, pieces.cells, strict=True)], axis=0)
-            missing = int(pieces.size[count == 0].sum())
-            if missing:
-                text = f"{missing} of {int(pieces.size.sum())} elements are held by no source rank that registered it"
+                found_in = zip(klass.m2m.source, pieces.cells, strict=True)
+                count = np.sum([np.where(c < 0, 0, h.count[c]) for h, c in found_in], axis=0)
+            missing = np.flatnonzero((count == 0) & (pieces.size > 0))
+            if len(missing):
+                lost, of = int(pieces.size[missing].sum()), int(pieces.size.sum())
+                where = _box(block.bounds(pieces, int(missing[0])))
+                text = f"{lost} of {of} elements are held by no source rank that registered it, among them {where}"
                 found += [Problem("uncovered", TARGET, rank, text) for rank in holders]
     return found
+
+
+def _box(runs: Sequence[DimRuns]) -> str:
+    """Elements of a tensor, as people read them: [0:2,5:9 x 0:64]."""
+    return f"[{' x '.join(_some(kept) for kept in runs)}]"
+
+
+def _some(kept: DimRuns) -> str:
+    return f"{DimRuns(kept.runs[:4])}{',...' if len(kept.runs) > 4 else ''}"
 
 
 def name_violations(source: Mapping[str, TensorSpec], target: Mapping[str, TensorSpec]) -> Iterator[Violation]:

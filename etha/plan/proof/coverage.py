@@ -60,12 +60,13 @@ class _Proof:
         wire = dtypes.wire_dtype(self.source.dtype, self.target.dtype)
         self.itemsize = dtypes.itemsize(wire)
         self.turns = plan.classes[klass].turns
-        self.runs: dict[tuple[str, int], list[tuple[Ints, Ints, int]] | None] = {}
+        #: By side, rank and product.
+        self.runs: dict[tuple[str, int, int], list[tuple[Ints, Ints, int]] | None] = {}
         #: Answers by content, because replicas, and ranks with equal cells, ask the same questions.
         self.same: dict[tuple[bytes, int, int], tuple[str, str] | None] = {}
         self.covers = CoverCache()
         self.numbers: dict[tuple[bytes, bytes, int], int] = {}
-        self.number_of: dict[tuple[str, int], list[int]] = {}
+        self.number_of: dict[tuple[str, int, int], list[int]] = {}
         self.held: dict[tuple[int, int], bool] = {}
         #: (turn, slot number) -> (owner, first index per dim in its local tensor)
         self.slots: dict[tuple[int, int], tuple[int, list[int]]] = {}
@@ -88,11 +89,11 @@ class _Proof:
         template, cache = self.plan.template(self.klass, side, rank)
         return None if template is None else (template, cache)
 
-    def _owned(self, side: str, rank: int) -> list[tuple[Ints, Ints, int]] | None:
+    def _owned(self, side: str, rank: int, product: int = 0) -> list[tuple[Ints, Ints, int]] | None:
         """Per dim (local offsets, global starts, local size) of the runs of a rank, from its layout."""
-        key = (side, rank)
+        key = (side, rank, product)
         if key not in self.runs:
-            spec = self.source if side == "source" else self.target
+            spec = self.source.product(product) if side == "source" else self.target
             self.runs[key] = found = owned(spec, rank)
             self.number_of[key] = [
                 self.numbers.setdefault((offsets.tobytes(), starts.tobytes(), size), len(self.numbers))
@@ -197,15 +198,21 @@ class _Proof:
         whole = tuple(
             np.stack([g[:, 0], s[:, 1], g[:, 2]], axis=1) for g, s in zip(taken.dims, given.dims, strict=True)
         )
-        yield from self._reads("source", int(template.source[first]), to, Region(dims=whole), [0] * len(whole))
+        region = Region(dims=whole, product=taken.product)
+        yield from self._reads("source", int(template.source[first]), to, region, [0] * len(whole))
 
     def _reads(self, side: str, sender: int, rank: int, region: Region, origin: list[int] | None) -> Iterator[Problem]:
         """Each run of a row takes elements that the sender owns to the same global indices of the receiver."""
-        here, there = self._owned(side, sender), self._owned("target", rank)
+        if region.product not in range(1 + len(self.source.products) * (side == "source")):
+            yield Problem(
+                "out_of_source", "target", rank, f"rank {sender} has no product {region.product} of it to read"
+            )
+            return
+        here, there = self._owned(side, sender, region.product), self._owned("target", rank)
         if here is None or there is None:
             yield Problem("out_of_source", "target", rank, f"rank {sender} holds nothing of it to read")
             return
-        numbers = self.number_of[side, sender], self.number_of["target", rank]
+        numbers = self.number_of[side, sender, region.product], self.number_of["target", rank, 0]
         for d, (runs, mine, theirs) in enumerate(zip(region.dims, *numbers, strict=True)):
             moved = runs if origin is None else runs + np.array([origin[d], 0, 0])
             key = (moved.tobytes(), mine, theirs)
@@ -448,8 +455,8 @@ def link_rows(
             turn += 1
         mark = marks.get(key)
         if mark is None:
-            dims = template.region_of(key, cache).dims
-            mark = marks[key] = b"".join(runs.tobytes() + b"|" for runs in dims)
+            region = template.region_of(key, cache)
+            mark = marks[key] = b"%d|" % region.product + b"".join(runs.tobytes() + b"|" for runs in region.dims)
         into = None
         if slot >= 0:
             made = template.make_slot(slot + int(template.slots[turn]), 0)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from etha.errors import PlanError, Violation
+from etha.plan.layouts.region import part_name
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.plan import BasePlan
 from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, RESULT, Region, Slot
@@ -20,6 +21,8 @@ Tensors = Mapping[int, Mapping[str, torch.Tensor]]
 
 def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
     """Run ``plan`` from ``source[rank][name]`` into ``target[rank][name]``, local tensors, in place.
+
+    A source's further products have the names that ``part_name`` gives them.
 
     Source and target may share memory, because everything is read from the sources before the first write. What targets
     forward comes after that, phase by phase. PlanError if the plan has violations, or if a tensor is missing or has
@@ -41,7 +44,8 @@ def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
                 region, tensor = rp.region(row), int(rp.tensor[row])
                 name = plan.names[tensor]
                 if rp.kind[row] == CARRY:
-                    taken[rank, row] = pack(source[int(rp.source[row])][name], region, 0).to(plan.wire_dtype(tensor))
+                    here = source[int(rp.source[row])][part_name(name, region.product)]
+                    taken[rank, row] = pack(here, region, 0).to(plan.wire_dtype(tensor))
                     continue
                 if rp.kind[row] == DELIVER:
                     if rp.source[row] == rank:
@@ -55,7 +59,7 @@ def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
                 if rp.kind[row] == RESULT:
                     here = slots[tensor, rp.slots[rp.slot[row]].number]
                 else:
-                    here = source[int(rp.source[row])][name]
+                    here = source[int(rp.source[row])][part_name(name, region.product)]
                 dense = pack(here, region, 0).to(plan.wire_dtype(tensor))
                 moved[tensor].append((target[rank][name], region, dense))
         for writes in moved:
@@ -75,9 +79,11 @@ def _mismatches(plan: BasePlan, source: Tensors, target: Tensors) -> list[Violat
     )
     for side, specs, tensors in sides:
         for name in plan.names:
-            spec = specs[name]
-            for rank in spec.holders():
-                given, shape = tensors.get(rank, {}).get(name), spec.local_shape(rank)
+            parts = enumerate((specs[name], *specs[name].products))
+            for local, spec, rank in (
+                (part_name(name, i), part, rank) for i, part in parts for rank in sorted(part.ranks())
+            ):
+                given, shape = tensors.get(rank, {}).get(local), spec.local_shape(rank)
                 if given is None:
                     text, code = f"no tensor is given, {shape} is planned", "missing_name"
                 elif tuple(given.shape) != shape:

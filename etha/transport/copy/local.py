@@ -34,8 +34,9 @@ Wanted = list[tuple[int, Region]]
 def compile_local(plan: Plan, sources: Views, targets: Views) -> Program:
     """The program of all LOCAL rows, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
-    Both hold only this agent's ranks; tensors are indices into ``plan.names``. Every row is checked against the views'
-    shapes: ValueError if a view is missing or smaller than planned.
+    Both hold only this agent's ranks; tensors are indices into ``plan.names``, and for further products of a source
+    ``plan.local_number``. Every row is checked against the views' shapes: ValueError if a view is missing or smaller
+    than planned.
     """
     compiler = _Compiler(plan, sources, targets)
     owners: set[int] = set()
@@ -69,8 +70,9 @@ class _Density:
     _NEARLY = 0.9
 
     def __init__(self) -> None:
-        self._seen: set[tuple[int, int, tuple[bytes, ...]]] = set()
-        self._read: dict[tuple[int, int], int] = defaultdict(int)
+        #: Local tensors of sources by (rank, tensor, product).
+        self._seen: set[tuple[tuple[int, int, int], tuple[bytes, ...]]] = set()
+        self._read: dict[tuple[int, int, int], int] = defaultdict(int)
         self._written: dict[tuple[int, int], int] = defaultdict(int)
         self._parts: dict[int, tuple[bytes, ...]] = {}
 
@@ -80,16 +82,18 @@ class _Density:
             part = self._parts.get(id(row.region))
             if part is None:
                 part = self._parts[id(row.region)] = tuple(runs[:, (0, 2)].tobytes() for runs in row.region.dims)
-            if (row.source, row.tensor, part) not in self._seen:
-                self._seen.add((row.source, row.tensor, part))
-                self._read[row.source, row.tensor] += numel
+            local = (row.source, row.tensor, row.region.product)
+            if (local, part) not in self._seen:
+                self._seen.add((local, part))
+                self._read[local] += numel
         elif row.there.private:
             self._written[row.rank, row.tensor] += numel
 
     def joint(self, row: _Row) -> bool:
         """Whether the same program copies the row's neighbours in the private tensor."""
         if row.here.private:
-            return self._read[row.source, row.tensor] >= self._NEARLY * prod(row.here.shape)
+            read = self._read[row.source, row.tensor, row.region.product]
+            return read >= self._NEARLY * prod(row.here.shape)
         return row.there.private and self._written[row.rank, row.tensor] >= self._NEARLY * prod(row.there.shape)
 
 
@@ -104,7 +108,7 @@ class _Compiler:
         self._peers: dict[Member, set[Member]] = {member: set() for member in members}
         self._rows: list[_Row] = []
         self._density = _Density()
-        self._pairs: dict[tuple[int, int, int], int] = {}
+        self._pairs: dict[tuple[int, int, int, int], int] = {}
         self._written = Written(v for views in targets.values() for v in views.values())
 
     def program(self) -> Program:
@@ -120,7 +124,8 @@ class _Compiler:
             region = regions.get(number)
             if region is None:
                 region = regions[number] = rp.region_at(number)
-            row = _Row(region, source, rank, tensor, self._source(source, tensor), self._target(rank, tensor))
+            here, there = self._source(source, tensor, region.product), self._target(rank, tensor)
+            row = _Row(region, source, rank, tensor, here, there)
             self._rows.append(row)
             self._density.add(row, nbytes // self._plan.wire_dtype(tensor).itemsize)
             self._total += nbytes
@@ -135,22 +140,23 @@ class _Compiler:
             if self._written.overlaps(here):
                 self._staged_move(row)
                 continue
-            pair = self._pairs.get((source, rank, tensor))
+            key = (source, rank, tensor, region.product)
+            pair = self._pairs.get(key)
             if pair is None:
                 pair = self._columns.add_pair(ViewPair(here, there, (("source", source), ("target", rank))))
-                self._pairs[source, rank, tensor] = pair
+                self._pairs[key] = pair
             for _, tile, at, to in self._geometry.region(region, here, there, self._density.joint(row)):
                 self._columns.add(1, tile, pair, at, to)
 
-    def _source(self, rank: int, tensor: int) -> View:
-        return self._view("source", self._sources, rank, tensor)
+    def _source(self, rank: int, tensor: int, product: int = 0) -> View:
+        return self._view("source", self._sources, rank, tensor, product)
 
     def _target(self, rank: int, tensor: int) -> View:
         return self._view("target", self._targets, rank, tensor)
 
-    def _view(self, side: str, views: Views, rank: int, tensor: int) -> View:
+    def _view(self, side: str, views: Views, rank: int, tensor: int, product: int = 0) -> View:
         try:
-            return views[rank][tensor]
+            return views[rank][self._plan.local_number(tensor, product)]
         except KeyError:
             raise ValueError(f"{side} rank {rank} gave no memory for {self._plan.names[tensor]!r}") from None
 

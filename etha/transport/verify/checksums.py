@@ -85,7 +85,8 @@ class Reads(PieceMapper):
     def overwritten(self, chunk: CheckChunk) -> bool:
         """Whether a target is written where the chunk's source lies, so that it must be summed before anything is
         written."""
-        return any(self.aliased(self.view("source", rank, chunk.subject.tensor)) for rank in self._givers(chunk))
+        tensor, product = chunk.subject.tensor, chunk.subject.sinks[0][1].product
+        return any(self.aliased(self.view("source", rank, tensor, product)) for rank in self._givers(chunk))
 
     def source(self, chunk: CheckChunk) -> Read:
         """The read of the source's end of a MOVE or of a contribution."""

@@ -88,7 +88,7 @@ class PieceMapper:
         ``dense``: bounds count in the packed region; otherwise in the slot at the region's other end. ``read``: copy
         from the tensor to the bytes; by default a source is read and a target written.
         """
-        view = self.view(side, rank, tensor)
+        view = self.view(side, rank, tensor, region.product if side == "source" else 0)
         end = 0 if (side == "source" if read is None else read) else 1
         self.check(region, view, end)
         key = (id(region), bounds, end, dense, wire, view.shape, view.strides, view.dtype, view.private)
@@ -187,10 +187,10 @@ class PieceMapper:
         whole = [np.array([[0, 0, numel]], np.int64)]
         return stage, self.taken(whole, stage, scratch((numel,), dtype), 1), 0
 
-    def view(self, side: str, rank: int, tensor: int) -> View:
+    def view(self, side: str, rank: int, tensor: int, product: int = 0) -> View:
         """The view of a rank's tensor. ValueError if none was given."""
         try:
-            return self._views[side][rank][tensor]
+            return self._views[side][rank][self.plan.local_number(tensor, product)]
         except KeyError:
             raise ValueError(f"{side} rank {rank} gave no memory for {self.plan.names[tensor]!r}") from None
 
@@ -217,10 +217,10 @@ def compile_wire(
     """Compile what this agent sends and receives, from ``sources[rank][tensor]`` to ``targets[rank][tensor]``.
 
     Both hold this agent's ranks; ``sources`` also holds those whose memory it reads on its host. Tensors are indices
-    into ``plan.names``. ``staging`` (the least of all agents of the batch), ``bucket_size`` and ``streams`` must be the
-    same on all agents, because they decide the cuts. With a ``cut`` (``device_cut``) the program is for NCCL: all views
-    lie on one device, and bucket size and streams do not matter. ValueError if a view is missing or smaller than
-    planned, ConfigError if staging is too small.
+    into ``plan.names``, and for further products of a source ``plan.local_number``. ``staging`` (the least of all
+    agents of the batch), ``bucket_size`` and ``streams`` must be the same on all agents, because they decide the cuts.
+    With a ``cut`` (``device_cut``) the program is for NCCL: all views lie on one device, and bucket size and streams do
+    not matter. ValueError if a view is missing or smaller than planned, ConfigError if staging is too small.
     """
     if bucket_size <= 0 or streams <= 0:
         raise ConfigError(f"bucket size {bucket_size} and {streams} streams: both must be positive")

@@ -138,7 +138,8 @@ class Crossings:
         if found is None:
             self._regions.append(region)  # keeps it alive, because its id is in the key
             spec = self._plan.source[self._plan.names[tensor]]
-            owned = next(o for part in spec.layouts if (o := part.owned(spec.shape, source)) is not None)
+            held_in = spec.product(region.product).layouts
+            owned = next(o for part in held_in if (o := part.owned(spec.shape, source)) is not None)
             found = self._keys[key] = tuple(
                 global_runs(runs, held).tobytes() for runs, held in zip(region.dims, owned, strict=True)
             )

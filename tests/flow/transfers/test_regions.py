@@ -1,4 +1,4 @@
-"""Targets that keep irregular parts, as the loaders of an inference engine do: exact, and not a byte more."""
+"""Sides that keep irregular parts, as the loaders of an inference engine do: exact, and not a byte more."""
 
 from __future__ import annotations
 
@@ -128,23 +128,95 @@ async def test_a_region_beyond_the_shape_is_told_to_all(site: Site, pair: str) -
     assert all("reaches to 9 in dim 0, where the tensor has 8" in v.text for v in found)
 
 
-async def test_regions_receive_only(site: Site, pair: str) -> None:
+async def test_a_gap_that_the_other_side_wants_is_told_to_all(site: Site, pair: str) -> None:
     answers = await registered(site, pair, regions=[INSIDE, INSIDE], way="send")
     assert all(isinstance(answer, RegistrationError) for answer in answers)
-    assert {v.rank for answer in answers for v in answer.violations} == {0, 1}
-    assert all("regions receive only" in v.text for answer in answers for v in answer.violations)
+    found = {v for answer in answers for v in answer.violations}
+    assert {(v.code, v.name, v.side, v.rank) for v in found} == {("uncovered", "w", "trainer", r) for r in (0, 1)}
+    assert {v.text.partition("among them ")[2] for v in found} == {"[0:1,3:4 x 0:3]", "[4:6 x 0:3]"}
 
 
-async def test_the_direction_that_no_region_sends_in_works_alone(site: Site, pair: str) -> None:
+async def test_a_direction_that_lacks_elements_is_refused_by_its_first_transfer(site: Site, pair: str) -> None:
     async with Sides(site, pair) as sides:
         await sides.meet(device_mesh=(1,), trainer={"placements": [Replicate()]})
         mine = {"trainer": torch.arange(8.0), "inference": torch.zeros(3)}
         options = {"trainer": {}, "inference": {"regions": {"w": [[(1, 3), (6, 7)]]}, "shapes": {"w": (8,)}}}
         handles = await sides.register("b", lambda side, rank: ({"w": mine[side]}, options[side]))
-        with pytest.raises(RegistrationError, match="regions receive only"):
+        with pytest.raises(RegistrationError, match=r"5 of 8 elements are held by no source rank .*\[0:1,3:6,7:8\]"):
             await handles["inference", 0].transfer("send")
         await sides.move(handles)
         assert mine["inference"].tolist() == [1.0, 2.0, 6.0]
+
+
+EXPERT: Runs = [[(0, 5)], [(0, 3)]]
+#: Of each name what three ranks hold that send it: overlaps, gaps, lists of products, nothing; together all.
+HELD: dict[str, tuple[Any, Any, Any]] = {
+    "qkv": ([[(0, 7)], [(0, 6)]], [[(5, 11)], [(0, 4)]], [[(6, 11)], [(2, 6)]]),
+    "experts": ([[(0, 1), (2, 3)], *EXPERT], [[(1, 2), (3, 4)], *EXPERT], [[], *EXPERT]),
+    "embed": (
+        [[[(0, 5)], [(0, 4)]], [[(9, 13)], [(0, 4)]]],
+        [[(0, 13)], [(1, 2)]],
+        [[[(4, 9)], [(0, 4)]], [[(0, 9)], [(3, 4)]]],
+    ),
+    "norm": ([[(0, 7)]], [[(0, 7)]], [[(2, 3)]]),
+    "scale": ([], [], []),
+    "listed": (
+        [[[(0, 2), (4, 5)], [(1, 3)]], [[(2, 9)], [(0, 5)]]],
+        [[[(0, 4)], [(0, 1)]], [[(0, 2)], [(2, 5)]]],
+        [[(0, 9)], [(0, 5)]],
+    ),
+}
+
+
+def hold(rank: int, world: int, pair: str) -> list[int]:
+    """An engine that sends what its loaders have kept."""
+    with etha.TensorBusClient(timeout=30) as client:
+        client.init_pair(pair, "inference", "trainer", world, rank=rank)
+        regions = {name: held[rank] for name, held in HELD.items()}
+        mine = {name: picked(whole(SHAPES[name], 1), runs) for name, runs in regions.items()}
+        shapes = {name: SHAPES[name] for name in HELD}
+        with client.register_tensors(
+            "b", mine, pair_name=pair, shapes=shapes, regions=regions, verify="full"
+        ) as handle:
+            sent = [handle.transfer("send").bytes]
+            for name, runs in regions.items():
+                mine[name].copy_(picked(whole(SHAPES[name], 2), runs))
+            return [*sent, handle.transfer("send", snapshot=True).result(30).bytes]
+
+
+def take_in(rank: int, world: int, pair: str, atomic: bool) -> list[int]:
+    """A trainer's ranks, rows of all, that receive it."""
+    with etha.TensorBusClient(timeout=30) as client:
+        client.init_pair(pair, "trainer", "inference", world, (world,), [Shard(0)], rank=rank)
+        shapes = {name: SHAPES[name] for name in HELD}
+        dtypes = {"listed": torch.float16}
+
+        def wanted(version: int) -> dict[str, torch.Tensor]:
+            return {
+                n: (cut(whole(s, version), 0, world, rank) if s else whole(s, version)).to(dtypes.get(n, torch.float32))
+                for n, s in shapes.items()
+            }
+
+        mine = {name: stale(tensor) for name, tensor in wanted(1).items()}
+        placements = {"scale": [Replicate()]}
+        with client.register_tensors(
+            "b", mine, pair_name=pair, placements=placements, shapes=shapes, atomic=atomic
+        ) as handle:
+            received = []
+            for version in (1, 2):
+                received.append(handle.transfer("recv").bytes)
+                for name, tensor in wanted(version).items():
+                    assert torch.equal(mine[name], tensor), (name, mine[name], tensor)
+        assert received == [sum(t.numel() * t.itemsize for t in mine.values())] * 2
+        return received
+
+
+@pytest.mark.ways(Way.LOCAL, Way.TCP, Way.HOST)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_three_ranks_send_the_regions_that_they_hold(guests: Job, pair: str, atomic: bool) -> None:
+    workers = [*guests.side("inference", hold, 3, pair), *guests.side("trainer", take_in, 2, pair, atomic)]
+    *sent, first, second = guests.results(workers)
+    assert [sum(turn) for turn in zip(*sent, strict=True)] == [a + b for a, b in zip(first, second, strict=True)]
 
 
 async def test_other_ranks_may_not_use_the_name_of_a_part(site: Site, pair: str) -> None:

@@ -50,7 +50,7 @@ def check_links(plan: Plan, sources: list[int], targets: list[int]) -> None:
             partners = defaultdict(set)
             for i in range(len(rp)):
                 assert rp.depends[i] < i
-                region = tuple(tuple(map(tuple, runs.tolist())) for runs in rp.region(i).dims)
+                region = rp.region(i).product, *(tuple(map(tuple, runs.tolist())) for runs in rp.region(i).dims)
                 inside = rp.kind[i] == CONTRIBUTE
                 row = (int(rp.kind[i]), int(rp.tensor[i]), int(rp.index[i]), int(rp.nbytes[i]), int(rp.phase[i]),
                        int(rp.round[i]), region, rp.slots[rp.slot[i]] if rp.slot[i] >= 0 else None)  # fmt: skip

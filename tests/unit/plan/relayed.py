@@ -12,7 +12,7 @@ from etha.plan import Plan, simulate
 from etha.plan.planner import reduction, senders
 from tests.unit.plan.analysis.test_bounds import check_loads
 from tests.unit.plan.prove import check_links, plan_of
-from tests.unit.plan.truth import Case, Truth, random_case
+from tests.unit.plan.truth import Case, Truth, cells_of, random_case
 
 
 def relayed_case(seed: int, rng: random.Random | None = None) -> Case:
@@ -24,8 +24,11 @@ def relayed_case(seed: int, rng: random.Random | None = None) -> Case:
     if rng.random() < 0.4:
         ranks = [r for t in case.target for r in t.ranks]
         two = len(ranks) % 2 == 0 and len(case.shape) > 0 and rng.random() < 0.5
-        case.target = [Truth((2, len(ranks) // 2), ranks, [Shard(0), Replicate()]) if two
-                       else Truth((len(ranks),), ranks, [Replicate()])]  # fmt: skip
+        whole = [Truth((2, len(ranks) // 2), ranks, [Shard(0), Replicate()]) if two
+                 else Truth((len(ranks),), ranks, [Replicate()])]  # fmt: skip
+        held = cells_of(case.shape, [*case.source, *(one for some in case.products for one in some)])
+        if cells_of(case.shape, whole) <= held:  # regions may hold less
+            case.target = whole
     case.kwargs = {}
     names = {"source": list("ABC"), "target": [*"abcdefgh"[: rng.choice([1, 2, 3, 5, 8])]]}
     if rng.random() < 0.3:

@@ -151,6 +151,33 @@ def random_regions(rng: random.Random, shape: tuple[int, ...], ranks: list[int])
     return found
 
 
+def cells_of(shape: Sequence[int], truths: Sequence[Truth]) -> set[tuple[int, ...]]:
+    """The global indices of all elements that any rank of these layouts holds, one by one."""
+    return {
+        index for truth in truths for rank in truth.ranks for index in itertools.product(*truth.indices(shape, rank))
+    }
+
+
+def random_source_regions(
+    rng: random.Random, shape: tuple[int, ...], ranks: list[int], target: list[Truth]
+) -> tuple[list[Truth], list[list[Truth]]]:
+    """Regions that hold together what ``target`` wants, and further products of some ranks."""
+    found = random_regions(rng, shape, ranks)
+    products: list[list[Truth]] = []
+    while rng.random() < 0.3:
+        some = rng.sample(ranks, rng.randrange(1, len(ranks) + 1))
+        products.append(random_regions(rng, shape, some))
+    lacking = cells_of(shape, target) - cells_of(shape, [*found, *(one for some in products for one in some)])
+    if lacking:  # a rank holds the least product of all that nobody holds, in place of its own or beside it
+        hull = [sorted({index[d] for index in lacking}) for d in range(len(shape))]
+        products.append([Loaded((1,), [rng.choice(ranks)], [Replicate()], kept=hull)])
+        if rng.random() < 0.5:
+            rank = max(ranks) + 1
+            found.append(Loaded((1,), [rank], [Replicate()], kept=hull))
+            products.pop()
+    return found, products
+
+
 def take(full: torch.Tensor, indices: list[list[int]]) -> torch.Tensor:
     """The local tensor with these global indices."""
     for dim, kept in enumerate(indices):
@@ -171,11 +198,14 @@ class Case:
     present: frozenset[int] | None = None
     seed: int = 0
     notes: dict[str, object] = field(default_factory=dict)
+    #: What ranks of the source hold beside it: for each further product, the regions of some ranks.
+    products: list[list[Truth]] = field(default_factory=list)
 
     def specs(self) -> tuple[TensorSpec, TensorSpec]:
         here, there = [t.layout() for t in self.source], [t.layout() for t in self.target]
+        more = tuple(TensorSpec(self.shape, self.dtypes[0], [t.layout() for t in some]) for some in self.products)
         return (
-            TensorSpec(self.shape, self.dtypes[0], here[0] if len(here) == 1 else here, self.present),
+            TensorSpec(self.shape, self.dtypes[0], here[0] if len(here) == 1 else here, self.present, more),
             TensorSpec(self.shape, self.dtypes[1], there[0] if len(there) == 1 else there),
         )
 
@@ -194,6 +224,10 @@ class Case:
                     if self.present is None or rank in self.present:
                         local = take(parts[truth.contribution(rank)], truth.indices(self.shape, rank))
                         out.setdefault(rank, {})[n] = view_of(local, random.Random(rank))
+        for number, truths in enumerate(self.products, 1):
+            for one, rank, n in ((t, r, n) for t in truths for r in t.ranks for n in self.names):
+                local = take(fulls[n], one.indices(self.shape, rank))
+                out.setdefault(rank, {})[f"{n} [product {number}]"] = view_of(local, random.Random(rank))
         return out
 
     def targets(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -335,4 +369,15 @@ def random_case(seed: int, rng: random.Random | None = None) -> Case:
         plain = target.pop() if len(target) > 1 and rng.random() < 0.5 else None
         target = random_regions(rng, shape, [r for truth in target for r in truth.ranks])
         target += [] if plain is None else [plain]
-    return Case(shape, source, target, dtypes, names, kwargs, seed=seed)
+    products: list[list[Truth]] = []
+    if partial is None and rng.random() < 0.35:  # now and then beside an ordinary layout, which holds everything
+        plain = source.pop() if len(source) > 1 and rng.random() < 0.3 else None
+        ranks = [r for truth in source for r in truth.ranks]
+        source, products = random_source_regions(rng, shape, ranks, [] if plain is not None else target)
+        source += [] if plain is None else [plain]
+        world = 1 + max(r for truth in source for r in truth.ranks)
+        for what in ("hosts", "agents"):
+            given = kwargs.get(f"source_{what}")
+            if given is not None:
+                kwargs[f"source_{what}"] = [*given, *rng.choices(given, k=max(0, world - len(given)))]
+    return Case(shape, source, target, dtypes, names, kwargs, seed=seed, products=products)

@@ -228,20 +228,32 @@ def kept(rank: int, *runs: tuple[int, int], shape: tuple[int, ...] | None = (4,)
     return tensor(Layout.region([runs], [rank]), shape, local)
 
 
-def test_ranks_that_keep_regions_receive_and_do_not_send() -> None:
+def test_ranks_that_keep_regions_send_if_they_hold_all_that_is_wanted() -> None:
     roster = Roster()
     for rank in (0, 1):
         roster.rank("t", rank, w=tensor(SHARDED))
     roster.rank("i", 0, w=kept(0, (0, 1), (3, 4)))
     roster.rank("i", 1, w=kept(1, (0, 3)))
     found = roster.evaluate()
-    assert set(found.plans) == {"t"} and not found.refused
-    assert found.nbytes("t") == 2 * 4 + 3 * 4
-    assert codes(found.violations["i"]) == {("layout", "w", "i", 0), ("layout", "w", "i", 1)}
+    assert set(found.plans) == {"t", "i"} and not found.refused
+    assert found.nbytes("t") == 2 * 4 + 3 * 4 and found.nbytes("i") == 4 * 4
     found.plans["t"].check()
+    found.plans["i"].check()
     assert found.plans["t"].target["w"].layouts == tuple(
         Layout.region([runs], [rank]) for rank, runs in enumerate([[(0, 1), (3, 4)], [(0, 3)]])
     )
+
+
+def test_a_direction_in_which_regions_lack_what_is_wanted_is_refused() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, w=tensor(SHARDED))
+    roster.rank("i", 0, w=kept(0, (0, 1), (2, 3)))
+    roster.rank("i", 1, w=kept(1, (0, 2)))
+    found = roster.evaluate()
+    assert set(found.plans) == {"t"} and not found.refused
+    assert codes(found.violations["i"]) == {("uncovered", "w", "t", 1)}
+    assert "among them [3:4]" in found.violations["i"][0].text
 
 
 def test_ranks_that_keep_the_same_are_one_layout() -> None:
@@ -270,7 +282,35 @@ def test_parts_are_planned_from_the_tensor_of_which_they_are_parts() -> None:
     assert plan.names == ("w", "w [product 1]", "w [product 2]")
     assert plan.source["w [product 2]"] is plan.source["w"]
     assert plan.target["w [product 2]"].holders() == [0]
-    assert codes(found.violations["i"]) == {("layout", "w", "i", 0), ("layout", "w", "i", 1)}
+    back = found.plans["i"]
+    back.check()
+    assert back.names == ("w",) and found.nbytes("i") == 4 * 4
+    assert [spec.holders() for spec in (back.source["w"], *back.source["w"].products)] == [[0, 1], [0, 1], [0]]
+
+
+def test_what_is_no_part_of_a_list_is_refused() -> None:
+    """No client registers it: another agent's worker may."""
+    for name, other in (
+        ("w [product 2]", part(0, (2, 4))),
+        ("w [product 1]", replace(part(0, (2, 4)), dtype="bfloat16")),
+    ):
+        roster = Roster()
+        for rank in (0, 1):
+            roster.rank("t", rank, w=tensor(SHARDED))
+        roster.rank("i", 0, **{"w": kept(0, (0, 1)), name: other})
+        assert {(v.code, v.name, v.side) for v in roster.evaluate().refused} >= {("layout", name, "i")}
+
+
+def test_equal_lists_of_many_tensors_are_planned_once() -> None:
+    roster = Roster()
+    for rank in (0, 1):
+        roster.rank("t", rank, **{name: tensor(SHARDED) for name in "ab"})
+    lists = {name: kept(0, (0, 2)) for name in "ab"} | {
+        f"{n} [product 1]": replace(kept(0, (1, 4)), of=n) for n in "ab"
+    }
+    roster.rank("i", 0, **lists)
+    plan = roster.evaluate().plans["i"]
+    assert plan.names == ("a", "b") and len(plan.classes) == 1
 
 
 def test_a_part_of_what_the_source_lacks_is_told_by_its_tensor_alone() -> None:

@@ -52,7 +52,7 @@ def elements(case: Case) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset
 
     holders: dict[tuple[int, ...], dict[int, set[object]]] = defaultdict(lambda: defaultdict(set))
     needs: dict[tuple[int, ...], set[object]] = defaultdict(set)
-    for truth in case.source:
+    for truth in (*case.source, *(one for some in case.products for one in some)):
         for rank in truth.ranks:
             if whole(case, truth, rank):
                 for at in itertools.product(*truth.indices(case.shape, rank)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from etha.errors import LayoutError, PlanError
 from etha.plan import Layout, TensorSpec, build_plan, infer_global_shape, merge_layouts, simulate, violations
-from etha.plan.layouts.region import MAX_RUNS
+from etha.plan.layouts.region import MAX_RUNS, part_name
 from tests.unit.plan.prove import plan_of
-from tests.unit.plan.truth import Loaded, random_case
+from tests.unit.plan.truth import Loaded, random_case, runs_of, take
 
 F32, BF16 = torch.float32, torch.bfloat16
 SHAPE = (10, 6)
@@ -146,12 +147,137 @@ def test_only_elements_that_somebody_keeps_have_to_be_held() -> None:
     assert (found.code, found.rank, found.text[:6]) == ("uncovered", 1, "6 of 8")
 
 
-def test_regions_receive_only() -> None:
-    found = violations({"w": TensorSpec(SHAPE, F32, KEPT)}, {"w": rows()})
-    assert [(v.code, v.side, v.rank) for v in found] == [("layout", "source", r) for r in (0, 3, 1, 2)]
-    assert all(v.text.startswith("regions receive only: ") for v in found)
-    with pytest.raises(PlanError, match="regions receive only"):
-        build_plan({"w": TensorSpec(SHAPE, F32, KEPT)}, {"w": rows()}).check()
+def filled(spec: TensorSpec, full: torch.Tensor, name: str = "w") -> dict[int, dict[str, torch.Tensor]]:
+    """What each rank of a source holds of ``full``."""
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    for number, part in enumerate((spec, *spec.products)):
+        for rank in part.ranks():
+            owned = next(o for one in part.layouts if (o := one.owned(spec.shape, rank)) is not None)
+            indices = [[i for start, stop in runs for i in range(start, stop)] for runs in owned]
+            found.setdefault(rank, {})[part_name(name, number)] = take(full, indices)
+    return found
+
+
+def test_regions_send_what_they_hold_together() -> None:
+    """Rows 0 to 5 are held by rank 0, 4 to 9 by rank 1, and a column of all rows by rank 2."""
+    here = TensorSpec(
+        SHAPE,
+        F32,
+        [
+            Layout.region([[(0, 6)], [(0, 6)]], [0]),
+            Layout.region([[(4, 10)], [(0, 6)]], [1]),
+            Layout.region([[(0, 10)], [(5, 6)]], [2]),
+        ],
+    )
+    plan = build_plan({"w": here}, {"w": rows()})
+    plan.check()
+    full = torch.arange(60.0).reshape(SHAPE)
+    got = {r: {"w": torch.full(rows().local_shape(r) or (), -1.0)} for r in range(3)}
+    simulate(plan, filled(here, full), got)
+    assert torch.equal(torch.cat([got[r]["w"] for r in range(3)]), full)
+    assert plan.stats().total_bytes == 60 * 4  # no element twice
+    sent = [int(plan.for_rank("source", rank).nbytes.sum()) // 4 for rank in range(3)]
+    # Of the 20 elements that only rank 0 holds it sends all, and so on; of those that several hold, its share.
+    assert sent[0] >= 20 and sent[1] >= 20 and sum(sent) == 60
+    assert build_plan({"w": here}, {"w": rows()}).digest() == plan.digest()
+
+
+def test_ranks_that_overlap_share_what_they_both_hold() -> None:
+    """2 MiB, of which the middle MiB is held by both ranks: each sends half of that, and its own half MiB."""
+    n = 1 << 19
+    here = TensorSpec((n,), F32, [Layout.region([[(0, 3 * n // 4)]], [0]), Layout.region([[(n // 4, n)]], [1])])
+    plan = build_plan({"w": here}, {"w": TensorSpec((n,), F32, Layout((1,), [Replicate()]))})
+    plan.check()
+    assert [int(plan.for_rank("source", rank).nbytes.sum()) for rank in (0, 1)] == [2 * n, 2 * n]
+
+
+def test_many_tensors_share_out_what_is_too_small_to_be_cut() -> None:
+    here = TensorSpec((8,), F32, [Layout.region([[(0, 6)]], [0]), Layout.region([[(2, 8)]], [1])])
+    names = [f"w{i}" for i in range(10)]
+    plan = build_plan(
+        dict.fromkeys(names, here), dict.fromkeys(names, TensorSpec((8,), F32, Layout((1,), [Replicate()])))
+    )
+    plan.check()
+    assert [int(plan.for_rank("source", rank).nbytes.sum()) for rank in (0, 1)] == [160, 160]
+
+
+def test_a_holder_nearby_is_preferred() -> None:
+    here = TensorSpec((4,), F32, [Layout.region([[(0, 3)]], [0]), Layout.region([[(1, 4)]], [1])])
+    there = TensorSpec((4,), F32, Layout((2,), [Replicate()]))
+    plan = build_plan({"w": here}, {"w": there}, source_hosts=["a", "b"], target_hosts=["a", "b"], fan_out="direct")
+    plan.check()
+    for rank in (0, 1):
+        rp = plan.for_rank("target", rank)
+        assert {(int(s), int(n)) for s, n in zip(rp.source, rp.nbytes, strict=True)} == {(rank, 12), (1 - rank, 4)} or (
+            {int(s): int(rp.nbytes[rp.source == s].sum()) for s in rp.source} == {rank: 12, 1 - rank: 4}
+        )
+
+
+def test_a_rank_may_hold_several_products() -> None:
+    one, two = Layout.region([[(0, 4)]], [0]), Layout.region([[(2, 3), (6, 8)]], [0])
+    here = TensorSpec((8,), F32, one, products=(TensorSpec((8,), F32, two),))
+    there = TensorSpec((8,), F32, Layout.region([[(1, 4), (7, 8)]], [0]))
+    plan = build_plan({"w": here}, {"w": there})
+    plan.check()
+    got = {0: {"w": torch.zeros(4)}}
+    simulate(plan, filled(here, torch.arange(8.0)), got)
+    assert got[0]["w"].tolist() == [1.0, 2.0, 3.0, 7.0]
+    assert plan.digest() != build_plan({"w": TensorSpec((8,), F32, one)}, {"w": there}).digest()
+
+
+def test_products_are_of_one_tensor() -> None:
+    one = Layout.region([[(0, 4)]], [0])
+    for other in (TensorSpec((9,), F32, one), TensorSpec((8,), BF16, one)):
+        with pytest.raises(LayoutError, match="a product of another tensor"):
+            TensorSpec((8,), F32, one, products=(other,))
+
+
+def test_a_gap_that_is_wanted_names_the_tensor_and_the_box() -> None:
+    here = TensorSpec(SHAPE, F32, KEPT)
+    found = violations({"w": here}, {"w": rows()})
+    assert [(v.code, v.name, v.side, v.rank) for v in found] == [("uncovered", "w", "target", r) for r in range(3)]
+    assert [v.text.partition(" are held")[0] for v in found] == [
+        "10 of 24 elements",
+        "6 of 24 elements",
+        "8 of 12 elements",
+    ]
+    assert found[0].text.endswith("among them [0:1 x 2:4]") and found[1].text.endswith("among them [4:5 x 0:1,5:6]")
+    with pytest.raises(PlanError, match="among them"):
+        build_plan({"w": here}, {"w": rows()}).check()
+    # A gap that nobody wants is none.
+    assert (
+        violations({"w": here}, {"w": TensorSpec(SHAPE, F32, Layout.region([[(5, 6), (8, 9)], [(0, 2)]], [0]))}) == []
+    )
+
+
+def test_elements_that_no_present_rank_holds_are_named_in_order() -> None:
+    here = TensorSpec((20,), F32, [Layout.region([[(0, 1), (2, 3), (4, 5), (6, 7), (8, 20)]], [0])])
+    (found,) = violations({"w": here}, {"w": TensorSpec((20,), F32, Layout((1,), [Replicate()]))})
+    assert found.text.endswith(
+        "4 of 20 elements are held by no source rank that registered it, among them [1:2,3:4,5:6,7:8]"
+    )
+    here = TensorSpec((20,), F32, [Layout.region([[(2 * i, 2 * i + 1) for i in range(10)]], [0])])
+    (found,) = violations({"w": here}, {"w": TensorSpec((20,), F32, Layout((1,), [Replicate()]))})
+    assert found.text.endswith("among them [1:2,3:4,5:6,7:8,...]")
+
+
+def test_regions_beside_contributions_are_refused() -> None:
+    mixed = [Layout([0, 1], [Partial("sum")]), Layout.region([[(0, 6)]], [2])]
+    there = TensorSpec((6,), F32, Layout((1,), [Replicate()]))
+    found = violations({"w": TensorSpec((6,), F32, mixed)}, {"w": there})
+    assert [(v.code, v.side, v.rank) for v in found] == [("unsupported", "source", 2)]
+    # Beside a whole replica contributions do not matter, as without regions.
+    whole = [*mixed, Layout([3], [Replicate()])]
+    assert violations({"w": TensorSpec((6,), F32, whole)}, {"w": there}) == []
+
+
+def test_regions_that_cut_a_tensor_into_too_many_pieces_are_refused() -> None:
+    rng = random.Random(1)
+    parts = [Layout.region([runs_of(sorted(rng.sample(range(600), 300))) for _ in range(3)], [r]) for r in range(12)]
+    parts.append(Layout.region([[(0, 600)]] * 3, [12]))
+    there = TensorSpec((600, 600, 600), F32, Layout((1,), [Replicate()]))
+    (found,) = violations({"w": TensorSpec((600, 600, 600), F32, parts)}, {"w": there})
+    assert (found.code, found.side) == ("unsupported", "source") and "its 13 regions cut it into" in found.text
 
 
 def test_a_region_does_not_tell_the_global_shape() -> None:
@@ -175,4 +301,15 @@ def test_random_cases_have_regions_of_every_sort() -> None:
     assert sum(all(t.kept) for _, t in regions) > 100 and any([] in t.kept for _, t in regions)
     runs = [len(kept.runs) for _, t in regions for kept in t.layout().kept or ()]
     assert sum(n > 1 for n in runs) > 100
+    assert len({plan_of(case).digest() for case in cases}) == len(cases)
+
+
+def test_random_cases_send_from_regions_of_every_sort() -> None:
+    cases = [case for case in map(random_case, range(300)) if any(isinstance(t, Loaded) for t in case.source)]
+    assert len(cases) > 50
+    assert sum(bool(case.products) for case in cases) > 20
+    assert any(not isinstance(t, Loaded) for case in cases for t in case.source)
+    assert any(isinstance(t, Loaded) for case in cases for t in case.target)
+    crowds = [klass.crowds.tolist() for case in cases for klass in plan_of(case).classes]
+    assert sum(len(some) > 1 for some in crowds) > 20
     assert len({plan_of(case).digest() for case in cases}) == len(cases)
