@@ -79,7 +79,7 @@ EDGES: dict[str, set[str]] = {
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "config", "version", "client", "bus", "memory"},
     "groups": {"addresses", "errors", "config", "native", "memory", "cuda", "bus", "client", "version"},
-    "integrations": {"", "errors", "config", "client", "plan"},
+    "integrations": {"", "addresses", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute", "lazy_names"},
     # Publications on disk: clients of their own that read and write checkpoints.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def _free_port() -> int:
 
 
 class Server:
-    """A live `vllm serve` of random weights with the backend "etha"."""
+    """A live `vllm serve` of random weights with the backend "etha", or one that follows a publication."""
 
     def __init__(
         self,
@@ -59,17 +60,23 @@ class Server:
         *,
         raw_logits: bool = False,
         options: Sequence[str] = (),
+        follows: Mapping[str, Any] | None = None,
+        core: int = 0,
     ) -> None:
+        """``follows``: it starts with a version of a publication and follows that, with these options."""
         self.port, self.workers = port or _free_port(), workers
         self.url = f"http://127.0.0.1:{self.port}"
-        arguments = ["--model", str(model), "--load-format", "dummy", "--dtype", "bfloat16", "--enforce-eager"]
+        load = "dummy" if follows is None else "etha"
+        arguments = ["--model", str(model), "--load-format", load, "--dtype", "bfloat16", "--enforce-eager"]
         arguments += ["--max-model-len", "128", "--max-num-seqs", "8", "--tensor-parallel-size", str(workers)]
         arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "model"]
         arguments += ["--weight-transfer-config", '{"backend": "etha"}']
         if raw_logits:
             arguments += ["--max-logprobs", "-1", "--logprobs-mode", "raw_logits", "--no-enable-prefix-caching"]
+        if follows is not None:
+            arguments += ["--additional-config", json.dumps({"etha": dict(follows)})]
         arguments += options
-        self.child = Child(_serve, arguments, env={**env, **environment(workers)}, log=log)
+        self.child = Child(_serve, arguments, env={**env, **environment(workers, core)}, log=log)
 
     def wait(self) -> Server:
         """Until it answers; a server that ends is an error with its log."""
@@ -108,6 +115,13 @@ class Server:
 
     def version(self) -> str:
         return str(requests.get(f"{self.url}/weight_info", timeout=60).json()["weight_version"])
+
+    def until_version(self, version: str, timeout: float = PATIENCE) -> None:
+        """Wait until it says that it has ``version``."""
+        until = time.monotonic() + timeout
+        while (found := self.version()) != version:
+            assert time.monotonic() < until, f"it has {found!r} and not {version!r}; log:\n{self.child.tail()}"
+            time.sleep(0.05)  # nothing tells of a version but a question
 
     def checksums(self) -> dict[str, str]:
         """Hash of each parameter of each worker, as it lies in memory."""

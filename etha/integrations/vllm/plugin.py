@@ -1,8 +1,8 @@
 """The function that vLLM's plugin loader calls in each of its processes: it registers the backend.
 
 At this point nothing is known of the engine, not even whether weights will be transferred. So this only registers the
-names of the two engines of the backend ``etha``, and makes executors of that backend read all answers (answers.py). It
-never raises, because a vLLM that does not use the backend must not fail.
+names of the two engines of the backend ``etha`` and of its loader, and makes executors of that backend read all answers
+(answers.py). It never raises, because a vLLM that does not use the backend must not fail.
 """
 
 from __future__ import annotations
@@ -39,16 +39,22 @@ def _register() -> str | None:
             factory.register_engine(NAME, f"etha.integrations.vllm.{module}", name)
     why = unsupported(vllm.__version__)
     if why is None:
+        from vllm.model_executor import model_loader
         from vllm.v1.executor.abstract import Executor
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         from etha.integrations.vllm.engine.answers import read_all_answers
+        from etha.integrations.vllm.engine.following import follow_publications
         from etha.integrations.vllm.engine.lease import keep_leases
+        from etha.integrations.vllm.engine.loader import EthaModelLoader
         from etha.integrations.vllm.engine.served import serve_adapters
 
         read_all_answers(MultiprocExecutor, chosen)
         keep_leases(Executor, chosen)
         serve_adapters(Executor, chosen)
+        follow_publications(Executor)
+        if NAME not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+            model_loader.register_model_loader(NAME)(EthaModelLoader)
     return why
 
 

@@ -15,8 +15,6 @@ not claimed is somebody else's and stays. So does the pause of an engine whose m
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import sys
 import threading
 from collections import deque
@@ -26,6 +24,7 @@ from functools import wraps
 from typing import Any
 
 from etha.errors import ConfigError
+from etha.integrations.vllm.engine.news import News
 
 #: Seconds for which an engine stays paused after its trainer has died.
 SECONDS = 10.0
@@ -104,29 +103,6 @@ class Lease:
         return self.holder in self._gone and not self.others and not self.torn
 
 
-class News:
-    """Where workers of this host report that a trainer has gone. ``heard`` is called with its name, on a thread."""
-
-    def __init__(self, heard: Callable[[str], None]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self.name = f"etha-lease-{os.getpid()}-{os.urandom(8).hex()}"
-        self._socket.bind("\0" + self.name)
-        threading.Thread(target=self._read, args=(heard,), name="etha-lease", daemon=True).start()
-
-    def _read(self, heard: Callable[[str], None]) -> None:
-        while True:
-            heard(self._socket.recv(200).decode(errors="replace"))
-
-
-def say_gone(name: str, holder: str) -> None:
-    """Inform the engine that listens as ``name``. One on another host is informed by its own workers."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as speaker:
-        try:
-            speaker.sendto(holder.encode(), "\0" + name)
-        except OSError as error:
-            log.debug("nobody hears that the trainer has gone: %s", error)
-
-
 class _Due:
     """A lease's entry in EngineCore's queue: the trainer ``holder`` has gone, or its time is over."""
 
@@ -171,7 +147,7 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
             _refuse_asleep(self, method, kwargs or {})
         if not isinstance(method, str) or not wanted(self) or not hasattr(self, "input_queue"):
             return rpc(self, method, timeout, args, kwargs)
-        lease = _lease(self)
+        lease = lease_of(self)
         if method == "init_weight_transfer_engine" and kwargs and "init_info" in kwargs:
             kwargs = {**kwargs, "init_info": {**kwargs["init_info"], "news": self._etha_news.name}}
         if method == "update_weights" and kwargs and "claim" in (info := kwargs.get("update_info") or {}):
@@ -195,7 +171,7 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
     @wraps(pause)
     def pause_scheduler(self: Any, mode: Any = "abort", clear_cache: bool = True) -> Any:
         if wanted(self):
-            lease = _lease(self)
+            lease = lease_of(self)
             lease.paused(mode, already=self.is_scheduler_paused())
             if lease.others and lease.holder is not None and self.scheduler.pause_state.name == "PAUSED_ALL":
                 mode = "keep"  # a pause of somebody else that freezes requests stays so
@@ -208,14 +184,14 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
         if not (wanted(self) and self.model_executor.is_sleeping):  # waking up the rest of the engine resumes it
             resume(self)
         if wanted(self) and hasattr(self, "input_queue"):
-            _lease(self).resumed()
+            lease_of(self).resumed()
 
     @wraps(handle)
     def _handle_client_request(self: Any, request_type: Any, request: Any) -> None:
         if not isinstance(request_type, _Due):
             handle(self, request_type, request)
             return
-        lease = _lease(self)
+        lease = lease_of(self)
         if not request_type.late:
             if lease.holder_lost(request_type.holder):
                 _later(self, lease, request_type.holder)
@@ -240,7 +216,7 @@ def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def _lease(engine: Any) -> Lease:
+def lease_of(engine: Any) -> Lease:
     """The lease of an engine, which listens for news."""
     if not hasattr(engine, "_etha_lease"):
         queue = engine.input_queue

@@ -24,7 +24,7 @@ from etha.client.loop_thread import LoopMembership
 from etha.client.results import AsyncPair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
 from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
-from etha.integrations.vllm.engine.lease import say_gone
+from etha.integrations.vllm.engine.news import report
 from etha.integrations.vllm.engine.refusals import STRANGER
 
 # Under vLLM's own root, so that vLLM's handlers print it.
@@ -166,4 +166,4 @@ class Meetings:
     async def _tell_when_lost(self, pair: AsyncPair, info: EthaWeightTransferInitInfo) -> None:
         """When the trainer has gone, inform the engine that holds its pause."""
         await pair.lost
-        say_gone(info.news, info.holder)
+        report(info.news, info.holder)

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferUpdateInfo,
@@ -29,12 +28,15 @@ from vllm.logger import init_logger
 from etha import TransferFuture, TransferResult
 from etha.errors import ConfigError, TransferAbortedError, TransferError
 from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
+from etha.integrations.vllm.engine.loader import subscriber_of
 from etha.integrations.vllm.engine.meeting import Meetings
 from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
+from etha.integrations.vllm.engine.subscriber import EngineSubscriber
 from etha.integrations.vllm.engine.versions import unsupported
+from etha.integrations.vllm.engine.workers import WorkerAgreement
 from etha.integrations.vllm.weights.keep import Meta
 from etha.integrations.vllm.weights.lora import ReceivedAdapter
-from etha.integrations.vllm.weights.received import Dtypes, Received, widest
+from etha.integrations.vllm.weights.received import Received
 
 # Under vLLM's own root, so that vLLM's handlers print it.
 log = init_logger("vllm.etha")
@@ -63,39 +65,6 @@ class _Coming:
     verified: bool = False
 
 
-class _Together:
-    """Lets an engine's workers agree on dtypes while each prepares itself, and fail together.
-
-    Without it the others would wait for a failed worker until their deadline, here or in registration.
-    """
-
-    def __enter__(self) -> _Together:
-        self._agreed = self._failed = False
-        return self
-
-    def agree(self, mine: Dtypes) -> Dtypes:
-        """The widest dtype of each tensor; ConfigError with the error of a worker that failed."""
-        self._agreed = True
-        return widest(self._gather(mine))
-
-    def _gather(self, mine: Dtypes | str) -> list[Dtypes]:
-        """The values of all workers. A text is an error, which is raised if it is another worker's."""
-        group = get_world_group()
-        found: list[Any] = [mine]
-        if group.world_size > 1:
-            found = [None] * group.world_size
-            torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
-        errors = [(rank, said) for rank, said in enumerate(found) if isinstance(said, str)]
-        self._failed = bool(errors)
-        if errors and not isinstance(mine, str):
-            raise ConfigError("worker {} of the engine: {}".format(*errors[0]))
-        return found
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not self._failed:
-            self._gather({} if error is None else str(error))
-
-
 class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, EthaWeightTransferUpdateInfo]):
     """vLLM's worker engine of the backend ``etha``; made by vLLM."""
 
@@ -110,6 +79,15 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
     _received: Incoming | None = None
     _coming: _Coming | None = None
     _timeout = 300.0
+    #: Of an engine that follows a publication: what its model was loaded by.
+    subscriber: EngineSubscriber | None = None
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.subscriber = subscriber_of(model)
+        if self.subscriber is not None and vllm_config.lora_config is not None:
+            with set_current_vllm_config(vllm_config):
+                self.subscriber.adopt(model, self.model_config, device)
 
     def init_transfer_engine(self, init_info: EthaWeightTransferInitInfo) -> None:
         """Record what this worker keeps, and begin to meet the trainer; again for a relaunched trainer.
@@ -119,6 +97,11 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         why = unsupported(vllm.__version__)
         if why is not None:
             raise ConfigError(f"{why}: install a vLLM that is, or a sub-etha that supports this one")
+        if self.subscriber is not None:
+            raise ConfigError(
+                f"this engine follows publication {self.subscriber.publication!r}, and takes no version from a trainer "
+                f"of pair {init_info.pair!r}: let that trainer publish, or start the engine without --load-format etha"
+            )
         metas = init_info.metas()
         rank, world = self._place(init_info.pair)
         meetings = self._connect(init_info)
@@ -137,13 +120,13 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         known = (metas, init_info.direct, init_info.atomic, init_info.adapter)
         if self._received is None or self._known != known:
             self._received = None
-            with set_current_vllm_config(self.vllm_config), _Together() as together:
+            with set_current_vllm_config(self.vllm_config), WorkerAgreement() as workers:
                 if init_info.adapter is not None:
                     self._received = ReceivedAdapter(self.model, metas, self.device, **init_info.adapter)
                 else:
                     self._received = Received(
                         self.model, self.model_config, metas, self.device,
-                        direct=init_info.direct, atomic=init_info.atomic, agree=together.agree,
+                        direct=init_info.direct, atomic=init_info.atomic, agree=workers.agree,
                     )  # fmt: skip
             self._known = known
         return self._received
@@ -202,6 +185,9 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
 
         If the meeting with the trainer failed, raises its error (of ``init_pair`` or ``register_tensors``).
         """
+        if self.subscriber is not None:
+            self.subscriber.take()
+            return
         self._stop()
         if self._meetings is None:
             raise ConfigError(f"the weight transfer engine of this worker {STRANGER}: call init_weight_transfer_engine")
@@ -216,6 +202,10 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         TransferError and its subclasses: the model keeps its version. With ``verify``, also if the live model differs
         from the received version.
         """
+        if self.subscriber is not None:
+            self._refuse_options(update_info)
+            self.subscriber.take()
+            return
         coming = self._coming
         if update_info.cancel:
             self._stop()
@@ -229,6 +219,10 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         if update_info.verify:
             self._verify(coming.received)
         self._coming = coming
+
+    def _refuse_options(self, update_info: EthaWeightTransferUpdateInfo) -> None:
+        if update_info.cancel or update_info.verify:
+            raise ConfigError("an engine that follows a publication takes no options of a trainer's update")
 
     def _verify(self, received: Incoming) -> None:
         """TransferError that names parameters if the live model differs from what ``received`` would make of it."""
@@ -246,6 +240,9 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
 
     def finish_weight_update(self) -> None:
         """Bring the received version into the model."""
+        if self.subscriber is not None:
+            self.subscriber.bring_in()
+            return
         coming, self._coming = self._coming, None
         if coming is None or coming.result is None:
             raise ConfigError("finish_weight_update without a version: call start_weight_update and update_weights")
@@ -261,9 +258,13 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
         meetings, self._meetings = self._meetings, None
         if meetings is not None:
             meetings.close()
+        if self.subscriber is not None:
+            self.subscriber.close()
 
     def report(self) -> dict[str, Any]:
         """How this worker receives each tensor, and the bytes; see ``Received.report``."""
+        if self.subscriber is not None:
+            return self.subscriber.report()
         if self._received is None:
             raise ConfigError("nothing is known of a checkpoint yet: call init_weight_transfer_engine")
         return dict(self._received.report())

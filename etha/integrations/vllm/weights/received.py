@@ -106,6 +106,7 @@ class Received:
 
     ``direct``: write parameters that need no change without the loaders. ``atomic``: these, too, change only in
     ``apply``; otherwise the live parameters themselves are registered, and are half-written while bytes arrive.
+    ``memory``: the device of the room; None takes the model's.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Received:
         direct: bool,
         atomic: bool,
         agree: Agree = lambda dtypes: dtypes,
+        memory: torch.device | None = None,
     ) -> None:
         self._model, self._config, self._device = model, model_config, device
+        self._memory = device if memory is None else memory
         refuse_quantized(model)
         # First, because tied parameters are several while they are created.
         live = {name for name, _ in model.named_parameters()}
@@ -162,9 +165,21 @@ class Received:
     def _room(self, item: KeptPart) -> torch.Tensor:
         if item.meta.name in self._written:
             return self._written[item.meta.name]
-        if self._device.type == "cpu" and not nothing(item):
+        if self._memory.type == "cpu" and not nothing(item):
             return mapped(item.shape, dtype=item.dtype)
-        return torch.empty(item.shape, dtype=item.dtype, device=self._device)
+        return torch.empty(item.shape, dtype=item.dtype, device=self._memory)
+
+    def take_room(self, other: Received) -> None:
+        """Use the memory of ``other``, which is registered; ConfigError if it keeps something else."""
+        mine, theirs = (
+            {name: (item.region, item.dtype) for name, item in received.kept.items()} for received in (self, other)
+        )
+        if differ := [name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)]:
+            raise ConfigError(
+                f"the engine's loaders keep something else of {len(differ)} tensors, {min(differ)!r} first, than "
+                f"before the model was wrapped: this model is not supported"
+            )
+        self._tensors = other.room()
 
     def moved(self) -> list[str]:
         """Names of registered live parameters whose memory has changed, because it was unmapped for a while."""
@@ -220,7 +235,7 @@ class Received:
         return found
 
     def _stand_in(self, item: KeptPart, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
-        tap = _Replay(RegionCut(dense, item.region))
+        tap = _Replay(RegionCut(dense.to(self._device), item.region))
         return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
 
     def _rehearsed(self, item: KeptPart) -> tuple[str, torch.Tensor]:
