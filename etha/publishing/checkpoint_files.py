@@ -202,10 +202,10 @@ class CheckpointDirectory:
         complete = sorted(self._complete())
         for old in complete[: -self._keep] if self._keep is not None else ():
             # It loses its name first, so that nobody reads half of it.
-            gone = self.path / f".{old}.old"
+            removed = self.path / f".{old}.old"
             with contextlib.suppress(FileNotFoundError):
-                (self.path / str(old)).rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+                (self.path / str(old)).rename(removed)
+            shutil.rmtree(removed, ignore_errors=True)
         for older, path in self._unfinished():
             if older < name:  # a rank could not write its file
                 shutil.rmtree(path, ignore_errors=True)
