@@ -537,6 +537,7 @@ class AsyncTensorBusClient(OfOneProcess):
         device_mesh: DeviceMesh | torch.Tensor | tuple[int, ...] | None = None,
         placements: Mapping[str, Sequence[Placement]] | None = None,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        regions: Mapping[str, Runs] | None = None,
         slots: int = 2,
         fan_out: int | None = None,
         max_rate: float | None = None,
@@ -572,7 +573,7 @@ class AsyncTensorBusClient(OfOneProcess):
                 name=name,
                 publisher=publisher,
                 place=place,
-                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, None, connection),
+                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
                 timeout=self._timeout,
                 check_usable=self._check_usable,
             )
@@ -620,7 +621,8 @@ class AsyncTensorBusClient(OfOneProcess):
         Collective over the ranks of this subscriber only. ``subscriber`` is its name, which is its own. The publisher
         need not be there. ``atomic``: receive into shadow memory, so that the tensors change only after commit.
         ``serve``: others may receive from this subscriber what it holds, out of its shadow memory (``atomic``) or out
-        of tensors of ``etha.empty`` and ``share_module``. All other arguments as for ``init_pair`` and
+        of tensors of ``etha.empty`` and ``share_module``. One that holds ``regions`` feeds those who want no other
+        elements. All other arguments as for ``init_pair`` and
         ``register_tensors``.
 
         Raises ConfigError (also for tensors that cannot be served from), LayoutError, RegistrationError (every tensor
@@ -632,11 +634,6 @@ class AsyncTensorBusClient(OfOneProcess):
             check_name(what, text)
         check_flag("atomic", atomic)
         check_flag("serve", serve)
-        if regions and serve:
-            raise ConfigError(
-                f"subscription of {subscriber!r} to {name!r}: tensors of regions= only receive, so others cannot be "
-                f"fed from them: give serve=False"
-            )
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of(name, place, device_mesh, None)
         self._check_usable()

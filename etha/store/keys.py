@@ -455,8 +455,20 @@ TABLE: tuple[KeyKind, ...] = (
         owner="the publication's sides",
         lease=HISTORY_LEASE,
         kept="from when a rank with these tensors entered last, and from each put",
-        fields={"NAME": "dtype, global shape, and `*` or a digest of the regions that the side has of it"},
+        fields={"NAME": "dtype, global shape, and `*` or the digest of the set of elements that the side has of it"},
         doc="The tensors of a side, stored once for all sides that have the same.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:sets",
+        type="hash",
+        owner="the publication's sides",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={
+            "DIGEST": "JSON: for the first dim groups of indices [start, stop, ...] at which the same set of the other "
+            "dims is held, and that set, in the same form",
+        },
+        doc="Sets of elements of tensors that some side holds in part.",
     ),
     KeyKind(
         pattern="publication:NAME:feeds",
@@ -464,7 +476,10 @@ TABLE: tuple[KeyKind, ...] = (
         owner="the publication's sides",
         lease=HISTORY_LEASE,
         kept=_CHANGED,
-        fields={"SOURCE>TARGET@DESCRIPTION": "empty: tables of these digests fit; otherwise why not"},
+        fields={
+            "SOURCE>TARGET@DESCRIPTION": "empty: tables of these digests fit; otherwise why not",
+            "SOURCE>=TARGET": "1 if a side of table SOURCE has all elements that one of table TARGET has, otherwise 0",
+        },
         doc="Which tables may feed which, computed once.",
     ),
     KeyKind(

@@ -12,7 +12,7 @@ local draining, avoiding = object(P.draining), object(P.avoiding)
 if not (retired and orphans and draining and avoiding) then
   return refuse('protocol', "Redis key '" .. key .. "' does not hold JSON where it should")
 end
-local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds'}
+local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds', 'sets'}
 local function part(name) return key .. ':' .. name end
 local function side_key(side) return key .. ':side:' .. side end
 local function table_key(digest) return key .. ':table:' .. digest end
@@ -138,7 +138,66 @@ local function drop(id)
   wake(h.side, 'dropped')
 end
 
--- A dead publisher's last version is kept until another holder has it or a newer one.
+-- ---- what sides have of tensors -----------------------------------------------------------------
+local function tensor(text)
+  local dtype, shape, covers = string.match(text, '^(%S+) (%S+) (%S+)$')
+  return dtype, shape, covers
+end
+
+-- How many indices two lists {start, stop, start, stop, ...} have in common.
+local function shared(a, b)
+  local i, j, total = 1, 1, 0
+  while i < #a and j < #b do
+    total = total + math.max(0, math.min(a[i + 1], b[j + 1]) - math.max(a[i], b[j]))
+    if a[i + 1] < b[j + 1] then i = i + 2 else j = j + 2 end
+  end
+  return total
+end
+
+-- Whether a set of elements is in another one; as etha/plan/layouts/element_set.py, which has written both.
+local function within(inner, outer)
+  for _, group in ipairs(inner) do
+    local indices, left = group[1], 0
+    for i = 1, #indices, 2 do left = left + indices[i + 1] - indices[i] end
+    for _, there in ipairs(outer) do
+      if not group[2] or within(group[2], there[2]) then left = left - shared(indices, there[1]) end
+    end
+    if left > 0 then return false end
+  end
+  return true
+end
+
+-- Whether all elements of set ``inner`` are in ``outer``, by their digests; "*" is the whole tensor.
+local included = {}
+local function includes(outer, inner)
+  if outer == '*' or outer == inner then return true end
+  if inner == '*' then return false end
+  local known = outer .. inner
+  if included[known] == nil then
+    local texts = redis.call('HMGET', part('sets'), outer, inner)
+    -- One that is too long to be kept has an equal only.
+    included[known] = texts[1] and texts[2] and within(cjson.decode(texts[2]), cjson.decode(texts[1])) or false
+  end
+  return included[known]
+end
+
+-- Whether a side of table ``source`` has all elements that one of table ``target`` has.
+local function has_all(source, target)
+  if source == target then return true end
+  local field = source .. '>=' .. target
+  local known = redis.call('HGET', part('feeds'), field)
+  if known then return known == '1' end
+  local S, all = hash(table_key(source)), true
+  for name, text in pairs(hash(table_key(target))) do
+    local _, _, wanted = tensor(text)
+    local _, _, there = tensor(S[name] or '- - -')
+    all = all and there ~= '-' and includes(there, wanted)
+  end
+  redis.call('HSET', part('feeds'), field, all and '1' or '0')
+  return all
+end
+
+-- A dead publisher's last version is kept until another holder has all of it or of a newer one.
 local function drop_orphans()
   for i = #orphans, 1, -1 do
     local id = orphans[i]
@@ -148,17 +207,17 @@ local function drop_orphans()
     elseif h.used == 0 then
       local seq = 0
       for _, s in ipairs(h.slots) do seq = math.max(seq, s.seq) end
-      if seq == 0 or redis.call('ZCOUNT', part('offers'), seq, '+inf') > 1 then drop(id) end
+      local held = seq == 0
+      for _, other in ipairs(seq > 0 and redis.call('ZRANGEBYSCORE', part('offers'), seq, '+inf') or {}) do
+        local one = other ~= id and holder(other)
+        held = held or (one and has_all(one.digest, h.digest))
+      end
+      if held then drop(id) end
     end
   end
 end
 
 -- ---- who may feed whom ------------------------------------------------------------------------------
-local function tensor(text)
-  local dtype, shape, covers = string.match(text, '^(%S+) (%S+) (%S+)$')
-  return dtype, shape, covers
-end
-
 -- '' if a holder of table ``source`` may feed a subscriber of table ``target`` a version of table ``description``:
 -- each tensor has the publisher's dtype or the subscriber's own, and all that is wanted is there. Otherwise why not.
 local function feeds(source, target, description)
@@ -182,8 +241,8 @@ local function feeds(source, target, description)
       why = 'tensor ' .. name .. ' has global shape ' .. its .. ' there and ' .. shape .. ' here'
     elseif has ~= published and has ~= dtype then
       why = 'tensor ' .. name .. ' is ' .. has .. ' there, neither ' .. published .. ' as published nor ' .. dtype
-    elseif part_of ~= '*' and part_of ~= covers then
-      why = 'tensor ' .. name .. ' is not whole there'
+    elseif not includes(part_of, covers) then
+      why = 'tensor ' .. name .. ' lacks elements there that are wanted here'
     end
     if why ~= '' then break end
   end

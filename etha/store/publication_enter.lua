@@ -10,6 +10,7 @@ local at = table_key(req.digest)
 if redis.call('EXISTS', at) == 0 then
   if next(req.tensors) == nil then return refuse('unknown_table', 'the table of ' .. where .. ' is not known') end
   for name, text in pairs(req.tensors) do redis.call('HSET', at, name, text) end
+  for digest, text in pairs(req.sets) do redis.call('HSET', part('sets'), digest, text) end
 end
 keep(at)
 

@@ -17,8 +17,11 @@ from etha.errors import ConfigError
 from etha.store.reading import FieldReader
 
 Role = Literal["publisher", "subscriber"]
-#: Whole tensors: what ``PublishedTensor.covers`` is unless a side keeps regions.
+#: All elements of a tensor, as ``element_set`` writes it.
 WHOLE = "*"
+#: Longer texts of element sets are not kept: such a side feeds only those that have the same, and is fed by those that
+#: have all.
+MAX_ELEMENT_SET = 1 << 16
 #: Most slots of one side.
 MAX_SLOTS = 16
 _MOST_TENSORS = 1 << 20
@@ -28,7 +31,7 @@ _MOST_TENSORS = 1 << 20
 class PublishedTensor:
     """One tensor of a side: torch's dtype without "torch.", global shape, and the part that its ranks have together.
 
-    ``covers`` is "*" for all of it, else a digest of the regions: two sides with equal digests have the same part.
+    ``covers`` is "*" for all of it, else the digest of the set of elements: two sides with equal digests have the same.
     """
 
     dtype: str
@@ -52,9 +55,13 @@ class PublishedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """The tensors of a side by name. The publisher's table is the description of its versions."""
+    """The tensors of a side by name. The publisher's table is the description of its versions.
+
+    ``sets``: the text of each set of elements by its digest, as ``element_set`` writes it.
+    """
 
     tensors: Mapping[str, PublishedTensor]
+    sets: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 < len(self.tensors) <= _MOST_TENSORS:
@@ -66,6 +73,11 @@ class TensorTable:
     def to_redis(self) -> dict[str, str]:
         """The hash."""
         return {name: one.text() for name, one in sorted(self.tensors.items())}
+
+    def elements(self, name: str) -> str | None:
+        """The set of elements that the side has of a tensor, as ``element_set`` writes it; None if it is not kept."""
+        covers = self.tensors[name].covers
+        return covers if covers == WHOLE else self.sets.get(covers)
 
     @property
     def digest(self) -> str:
@@ -343,6 +355,11 @@ class HolderState:
     def name(self) -> str:
         """SIDE/SERIAL."""
         return f"{self.side}/{self.serial}"
+
+
+def set_digest(text: str) -> str:
+    """The digest of a set of elements; "*" for all of them."""
+    return text if text == WHOLE else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def whole(read: FieldReader, name: str) -> int:

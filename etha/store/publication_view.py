@@ -21,9 +21,9 @@ from etha.store.reading import FieldReader
 from etha.store.records import RankHolder
 
 
-def read_table(key: str, fields: Mapping[str, str]) -> TensorTable:
-    """The table in the hash at ``key``."""
-    return TensorTable({name: PublishedTensor.from_text(key, name, text) for name, text in fields.items()})
+def read_table(key: str, fields: Mapping[str, str], sets: Mapping[str, str]) -> TensorTable:
+    """The table in the hash at ``key``. ``sets``: texts of sets of elements by digest."""
+    return TensorTable({name: PublishedTensor.from_text(key, name, text) for name, text in fields.items()}, sets)
 
 
 def read_holder(key: str, name: str, text: str) -> HolderState:

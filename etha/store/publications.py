@@ -20,6 +20,7 @@ from etha.store.connect import Client, ScriptRefused
 from etha.store.keys import REGISTRATION_LEASE
 from etha.store.process import alive
 from etha.store.publication_records import (
+    WHOLE,
     ClaimAnswer,
     ClaimRequest,
     HeldVersion,
@@ -54,6 +55,7 @@ PARTS = (
     "leases",
     "versions",
     "feeds",
+    "sets",
 )
 #: What a rank that enters always says.
 _ENTRANCE = ("publication", "side", "role", "rank", "world", "zone", "slots", "places", "serial")
@@ -137,6 +139,7 @@ class Publications:
             "member": member.holder(),
             "dead": {},
             "tensors": {},
+            "sets": {},
         }
         request |= {name: value for name in ("launch", "copies") if (value := getattr(entrance, name)) is not None}
         loop = asyncio.get_running_loop()
@@ -155,6 +158,7 @@ class Publications:
                     self._session.forgotten = True
                 elif refusal.code == "unknown_table":  # most ranks of most sides have one that is known
                     request["tensors"] = entrance.tensors.to_redis()
+                    request["sets"] = dict(entrance.tensors.sets)
                 elif dead := self._dead(refusal.held, member.host):
                     request["dead"].update(dead)
                 else:
@@ -327,7 +331,12 @@ class Publications:
                 return None
             at = self._keys.publication_table(publication, str(digest))
             fields = await client.hgetall(at)
-            return read_table(at, fields) if fields else None
+            if not fields:
+                return None
+            digests = sorted({text.rpartition(" ")[2] for text in fields.values()} - {WHOLE})
+            texts = await client.hmget(self._keys.publication_part(publication, "sets"), digests) if digests else []
+            sets = {digest: text for digest, text in zip(digests, texts, strict=True) if text is not None}
+            return read_table(at, fields, sets)
 
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -17,6 +18,15 @@ def cut(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
     chunks = tensor.chunk(parts, dim)
     found = chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
     return found.clone()
+
+
+def picked(full: torch.Tensor, runs: Any) -> torch.Tensor:
+    """What a rank holds whose region is ``runs``: a product, or a list of products, flat, one after another."""
+    if runs and runs[0] and isinstance(runs[0][0], list):
+        return torch.cat([picked(full, product).reshape(-1) for product in runs])
+    for dim, kept in enumerate(runs):
+        full = full.index_select(dim, torch.tensor([i for a, b in kept for i in range(a, b)], dtype=torch.long))
+    return full.clone()
 
 
 def stale(tensor: torch.Tensor) -> torch.Tensor:

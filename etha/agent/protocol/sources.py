@@ -17,7 +17,7 @@ against each other. It is written down here so that every order of events can be
 6. All ranks of a subscriber ask with one question. Of what they hold, the lowest counts, because a hop that was aborted
    may have been written to some of them only.
 7. A claim whose lease has ended gives its place back. Its hop may go on, and counts if it commits before the subscriber
-   asks again. The last version of a publisher that has died is kept until another holder has it.
+   asks again. The last version of a publisher that has died is kept until another holder has all of it.
 """
 
 from __future__ import annotations
@@ -156,12 +156,18 @@ class RunningPut:
 class Sources:
     """What Redis knows of a publication whose sides have one rank each. Every method is one script.
 
-    ``unfit``: (source kind, target kind) whose tensors do not fit. ``expired``: claims whose lease has ended, which the
-    next script finds.
+    ``unfit``: (source kind, target kind) whose tensors do not fit. ``lacking``: those of which the source does not hold
+    all elements that the target wants. ``expired``: claims whose lease has ended, which the next script finds.
     """
 
-    def __init__(self, *, serial: int = 0, unfit: frozenset[tuple[str, str]] = frozenset()) -> None:
-        self.unfit = unfit
+    def __init__(
+        self,
+        *,
+        serial: int = 0,
+        unfit: frozenset[tuple[str, str]] = frozenset(),
+        lacking: frozenset[tuple[str, str]] = frozenset(),
+    ) -> None:
+        self.unfit, self.lacking = unfit, lacking
         self.serial, self.seq, self.label = serial, 0, ""
         self.holders: dict[str, Holder] = {}
         self.subscribers: dict[str, Subscriber] = {}
@@ -364,7 +370,7 @@ class Sources:
 
     def feeds(self, source: str, target: str) -> bool:
         """Whether tables of these kinds fit."""
-        return (source, target) not in self.unfit
+        return (source, target) not in self.unfit | self.lacking
 
     def fits(self, ask: VersionRequest, one: Holder, slot: HolderSlot) -> bool:
         """Whether the version in a slot is what a subscriber wants, in a form that it can take."""
@@ -541,7 +547,11 @@ class Sources:
     def _drop_orphans(self) -> None:
         for name in reversed(self.orphans[:]):
             one = self.holders[name]
-            others = [other for other in self.holders.values() if other.name != name and other.newest >= one.newest]
+            others = [
+                other
+                for other in self.holders.values()
+                if other.name != name and other.newest >= one.newest and (other.kind, one.kind) not in self.lacking
+            ]
             if not one.used and (not one.newest or others):
                 self._drop(name)
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from etha.agent.protocol.evaluation import describe_side
-from etha.agent.protocol.records import Described, Manifest
+from etha.agent.protocol.evaluation import clashes, describe_side, parts_of, with_products
+from etha.agent.protocol.records import Manifest
 from etha.agent.services.manifests import ManifestCache
 from etha.bus.messages import Publish, Register, Subscribe
 from etha.errors import RegistrationError, Violation
+from etha.plan import TensorSpec
 from etha.plan.layouts import dtypes
-from etha.store.publication_records import WHOLE, PublishedTensor, TensorTable, WaitingRank
+from etha.plan.layouts.element_set import WHOLE, element_set, includes
+from etha.plan.planner.m2m import held_products
+from etha.store.publication_records import (
+    MAX_ELEMENT_SET,
+    PublishedTensor,
+    TensorTable,
+    WaitingRank,
+    set_digest,
+)
 from etha.store.registry import Store
 
 
@@ -74,6 +81,11 @@ def misfits(table: TensorTable, description: TensorTable, subscriber: str, publi
         elif theirs.shape != mine.shape:
             text = f"shape {mine.shape} on {subscriber} and {theirs.shape} on {publisher}"
             found.append(Violation(code="shape_mismatch", name=name, side=subscriber, rank=None, text=text))
+        elif mine.covers != theirs.covers:
+            wanted, there = table.elements(name), description.elements(name)
+            if there is None or (there != WHOLE and (wanted is None or not includes(there, wanted))):
+                text = f"{subscriber} wants elements of it that no rank of {publisher} holds"
+                found.append(Violation(code="uncovered", name=name, side=subscriber, rank=None, text=text))
     return found
 
 
@@ -103,29 +115,27 @@ def _table(publication: str, side: str, manifests: Mapping[int, Manifest]) -> Te
         for one in manifest.refusals
     ]
     specs, more = describe_side(side, manifests)
-    wrong += more
+    wrong += more + clashes(manifests, side, parts_of(manifests))
     if not wrong and not specs:
         wrong.append(Violation(code="missing_name", name="", side=side, rank=None, text="no rank has any tensor"))
     if wrong:
         listed = "\n  ".join(map(str, wrong[:20]))
         raise RegistrationError(f"publication {publication!r}: {side} cannot enter it:\n  {listed}", violations=wrong)
-    parts: dict[str, list[tuple[int, str, Described]]] = {}
-    for rank, manifest in sorted(manifests.items()):
-        for name, one in manifest.tensors.items():
-            parts.setdefault(one.of or name, []).append((rank, name, one))
-    return TensorTable(
-        {
-            name: PublishedTensor(
-                dtype=dtypes.name_of(specs[name].dtype), shape=tuple(specs[name].shape), covers=_covers(found)
-            )
-            for name, found in parts.items()
-        }
-    )
+    known: dict[int, str] = {}
+    sets: dict[str, str] = {}
+    tensors = {}
+    for name, spec in with_products(specs, parts_of(manifests)).items():
+        covers = known.get(id(spec))
+        if covers is None:  # equal tensors share a spec
+            text = _elements(spec)
+            covers = known[id(spec)] = set_digest(text)
+            if text != covers and len(text) <= MAX_ELEMENT_SET:
+                sets[covers] = text
+        tensors[name] = PublishedTensor(dtype=dtypes.name_of(spec.dtype), shape=tuple(spec.shape), covers=covers)
+    return TensorTable(tensors, sets)
 
 
-def _covers(found: list[tuple[int, str, Described]]) -> str:
-    """Which part of a tensor the side's ranks have together: "*", or a digest of their regions."""
-    if all(one.layout.kept is None and one.of is None for _, _, one in found):
-        return WHOLE
-    text = json.dumps([(rank, name, one.layout.digest()) for rank, name, one in found])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+def _elements(spec: TensorSpec) -> str:
+    """The elements of a tensor that the side's ranks have together."""
+    products = held_products(spec)
+    return WHOLE if products is None else element_set(spec.shape, products)

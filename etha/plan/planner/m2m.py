@@ -15,7 +15,7 @@ from etha.errors import LayoutError
 from etha.plan.layouts import cells
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.placement import Axis, Cut
-from etha.plan.layouts.region import DimRuns
+from etha.plan.layouts.region import DimRuns, Product
 from etha.plan.layouts.tensor_spec import TensorSpec
 
 Ints = npt.NDArray[np.int64]
@@ -143,6 +143,23 @@ def all_holdings(spec: TensorSpec, order: Ints) -> list[Holding]:
     found = holdings(spec.layouts, spec.present, ndim, order)
     for number, more in enumerate(spec.products, 1):
         found += holdings(more.layouts, more.present, ndim, order, number)
+    return found
+
+
+def held_products(spec: TensorSpec) -> list[Product] | None:
+    """The products that present ranks hold together, contributions only if all are there. None if that is all."""
+    found: list[Product] = []
+    ranks = 1 + max((r for part in (spec, *spec.products) for r in part.ranks()), default=0)
+    for held in all_holdings(spec, np.arange(ranks)):
+        if not held.gaps and (held.count > 0).all():
+            return None
+        for cell in np.flatnonzero(held.count > 0).tolist():
+            dims = []
+            for n, cut, c in zip(spec.shape, held.splits, cells.coordinate(cell, held.cells), strict=True):
+                table = cells.table(n, cut)
+                rows = table.rows_of(c)
+                dims.append(DimRuns(tuple(zip(table.start[rows].tolist(), table.stop[rows].tolist(), strict=True))))
+            found.append(tuple(dims))
     return found
 
 

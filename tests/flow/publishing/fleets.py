@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -21,22 +21,26 @@ from torch.distributed.tensor import Replicate, Shard
 
 import etha
 from tests.flow.sites import Site
-from tests.flow.truth import cut, whole
+from tests.flow.truth import cut, picked, whole
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a side has the tensors: for each the dim that is cut over its ranks (None: each has all), and the dtype."""
+    """How a side has the tensors: for each the dim that is cut over its ranks (None: each has all), and the dtype.
+
+    ``regions``: for a tensor, in place of that, the region of each rank.
+    """
 
     world: int = 1
+    regions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     dims: Mapping[str, int | None] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def placements(self, shapes: Shapes) -> dict[str, Any]:
         """As the client wants them."""
-        dims = {name: self.dims.get(name) for name in shapes}
+        dims = {name: self.dims.get(name) for name in shapes if name not in self.regions}
         return {name: [Replicate() if dim is None else Shard(dim)] for name, dim in dims.items()}
 
     def held(self, shapes: Shapes, version: int, rank: int, source: Cut | None = None) -> dict[str, torch.Tensor]:
@@ -44,6 +48,9 @@ class Cut:
         found = {}
         for name, shape in shapes.items():
             full = whole(shape, version, (source or self).dtype(name)).to(self.dtype(name))
+            if name in self.regions:
+                found[name] = picked(full, self.regions[name][rank])
+                continue
             dim = self.dims.get(name)
             found[name] = full.clone() if dim is None else cut(full, dim, self.world, rank)
         return found
@@ -108,6 +115,7 @@ class Fleet:
             "device_mesh": (cut_.world,),
             "placements": placements,
             "shapes": dict(self.shapes),
+            "regions": {name: regions[rank] for name, regions in cut_.regions.items()},
         }
 
     async def _clients(self, side: str, world: int) -> list[etha.AsyncTensorBusClient]:

@@ -26,7 +26,7 @@ async def test_a_subscriber_that_cannot_serve(site: Site, pair: str) -> None:
         client = site.client("replica", 0)
         async with client:
             regions: Any = {"w": [[(0, 2)], [(0, 4)]]}
-            with pytest.raises(etha.ConfigError, match="serve=False"):
+            with pytest.raises(etha.ConfigError, match=r"etha\.empty.*atomic=True.*serve=False"):
                 await client.subscribe(pair, {"w": torch.zeros(2, 4)}, subscriber="r", regions=regions, shapes=SHAPES)
 
 
@@ -42,6 +42,47 @@ async def test_tensors_that_do_not_fit(site: Site, pair: str) -> None:
                 with pytest.raises(etha.RegistrationError, match="others") as raised:
                     await other.subscribe("replica", Cut(world=2), serve=False)
                 assert [(v.code, v.name) for v in raised.value.violations] == [(code, name)]
+
+
+async def test_elements_that_are_not_published(site: Site, pair: str) -> None:
+    """A publisher of regions, and subscribers that want more of a tensor than its ranks hold together."""
+    held = {"w": [[[(0, 3)], [(0, 4)]], [[(2, 5)], [(0, 2)]]]}
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut(world=2, regions=held))
+        for cut in (Cut(), Cut(regions={"w": [[[(3, 5)], [(1, 3)]]]})):
+            with pytest.raises(
+                etha.RegistrationError, match="wants elements of it that no rank of publication"
+            ) as raised:
+                await fleet.subscribe("replica", cut, serve=False)
+            assert [(v.code, v.name, v.side) for v in raised.value.violations] == [("uncovered", "w", "replica")]
+        replica = await fleet.subscribe(
+            "replica", Cut(regions={"w": [[[[(0, 5)], [(0, 2)]], [[(1, 2)], [(2, 4)]]]]}), atomic=True
+        )
+        await trainer.put(1)
+        assert (await replica.next()).source == "trainer"
+
+
+async def test_a_region_beyond_the_shape(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        regions = {"w": [[[(0, 2)], [(0, 4)]], [[(5, 7)], [(0, 4)]]]}
+        clients = [site.client("trainer", rank) for rank in range(2)]
+        local = {"w": torch.zeros(2, 4), "b": torch.zeros(3)}
+        async with clients[0], clients[1]:
+            answers = await asyncio.gather(
+                *(
+                    client.publish(
+                        pair, dict(local), shapes=SHAPES, regions={"w": regions["w"][rank]}, rank=rank,
+                        expected_world_size=2, device_mesh=(2,), placements={"b": Cut().placements(SHAPES)["b"]},
+                    )
+                    for rank, client in enumerate(clients)
+                ),
+                return_exceptions=True,
+            )  # fmt: skip
+        for answer in answers:
+            assert isinstance(answer, etha.RegistrationError)
+            assert [(v.code, v.name, v.rank) for v in answer.violations] == [("layout", "w", 1)]
+            assert "reaches to 7 in dim 0, where the tensor has 6" in answer.violations[0].text
+        assert fleet.cut is None
 
 
 async def test_a_rank_that_does_not_come(site: Site, pair: str) -> None:

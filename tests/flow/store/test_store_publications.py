@@ -7,12 +7,15 @@ import copy
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from etha.agent.protocol.sources import Holder, HolderSlot, Hop, Sources
 from etha.errors import ConfigError, GroupLostError
+from etha.plan.layouts.element_set import element_set, includes
+from etha.plan.layouts.region import read_product
 from etha.store.keys import CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
 from etha.store.publication_records import (
     ClaimAnswer,
@@ -23,10 +26,12 @@ from etha.store.publication_records import (
     PublishedTensor,
     SourceClaim,
     TensorTable,
+    set_digest,
 )
 from etha.store.publications import PARTS
 from etha.store.records import RankHolder
 from etha.store.registry import Store
+from tests.unit.plan.truth import random_dim, runs_of
 from tests.unit.store.server import (
     BINARIES,
     Server,
@@ -59,6 +64,12 @@ def table(dtype: str = "float32", covers: str = "*", size: int = 4) -> TensorTab
             "b": PublishedTensor(dtype="float32", shape=()),
         }
     )
+
+
+def part_of(start: int, stop: int) -> TensorTable:
+    """Some rows of "w", and all of "b"."""
+    text = element_set((4, 3), [read_product([[(start, stop)], [(0, 3)]])])
+    return replace(table(covers=set_digest(text)), sets={set_digest(text): text})
 
 
 def process(number: int, agent: str = "a") -> RankHolder:
@@ -259,6 +270,81 @@ async def test_a_holder_feeds_whom_its_dtype_and_its_part_fit(fleet: Fleet) -> N
     assert part.source in ("whole", "trainer")
     await fleet.commit(part)
     assert (await fleet.claim("part2")).source != "part", "it has another part"
+
+
+async def test_a_holder_of_some_elements_feeds_those_who_want_no_others(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0, places=1)
+    await fleet.enter("most", 1, tensors=part_of(0, 3))
+    for number, name in enumerate(("inside", "across", "whole"), 2):
+        await fleet.enter(
+            name, number, places=0, tensors={"inside": part_of(1, 3), "across": part_of(2, 4)}.get(name, table())
+        )
+    await fleet.put()
+    await fleet.commit(await fleet.claim("most"))
+    reads = await fleet.claim("across")
+    assert reads.source == "trainer"
+    assert (await fleet.claim("inside")).source == "most", "the publisher's place is taken, and this one has its rows"
+    assert (await fleet.ask("whole")).claim is None
+    await fleet.commit(reads)
+    assert (await fleet.claim("whole", again=True)).source == "trainer"
+
+
+async def test_the_script_compares_sets_as_python_does(store: Store) -> None:
+    """A publisher that holds a random set, and a subscriber that wants another one."""
+    rng = random.Random(7)
+    answers = []
+    for number in range(150):
+        shape = tuple(rng.choice([1, 2, 3, 4, 6]) for _ in range(rng.choice([1, 2, 2, 3])))
+
+        has, wants = (
+            element_set(
+                shape,
+                [read_product([runs_of(random_dim(rng, n)) for n in shape]) for _ in range(rng.choice([1, 2, 5]))],
+            )
+            for _ in range(2)
+        )
+        if rng.random() < 0.4:  # often enough one is in the other
+            both = [json.loads(text) for text in (has, wants) if text != "*"]
+            has = element_set(shape, [one for groups in both for one in products_of(groups)]) if len(both) == 2 else "*"
+        for side, text in (("trainer", has), ("r", wants)):
+            tensors = TensorTable(
+                {"w": PublishedTensor(dtype="float32", shape=shape, covers=set_digest(text))},
+                {} if text == "*" else {set_digest(text): text},
+            )
+            role: Any = "publisher" if side == "trainer" else "subscriber"
+            entrance = PublicationRank(publication=f"p{number}", side=side, role=role, rank=0, world=1, tensors=tensors)
+            if side == "trainer" or includes(has, wants):
+                assert (await store.publications.enter(entrance, process(number))).complete
+            else:
+                with pytest.raises(ConfigError, match="tensor w lacks elements there that are wanted here"):
+                    await store.publications.enter(entrance, process(number))
+        answers.append(includes(has, wants))
+        there = await store.publications.description(f"p{number}")
+        assert there is not None and there.elements("w") == has
+    assert 30 < sum(answers) < 120
+
+
+def products_of(groups: Any) -> list[Any]:
+    """A set of elements, as products again."""
+    found = []
+    for indices, *rest in groups:
+        runs = list(zip(indices[::2], indices[1::2], strict=True))
+        found += [(*read_product([runs]), *more) for more in products_of(rest[0])] if rest else [read_product([runs])]
+    return found
+
+
+async def test_a_dead_publishers_version_is_kept_until_somebody_has_all_of_it(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0)
+    await fleet.enter("part", 1, tensors=part_of(0, 3))
+    await fleet.enter("whole", 2)
+    await fleet.put()
+    await fleet.commit(await fleet.claim("part"))
+    await fleet.publications.leave("p", "trainer", 0, process(0), "died")
+    reads = await fleet.claim("whole")
+    assert reads.source == "trainer"
+    await fleet.commit(reads)
+    view = await fleet.publications.view("p")
+    assert view is not None and {one.side for one in view.holders} == {"part", "whole"}
 
 
 @pytest.mark.parametrize(
@@ -510,6 +596,7 @@ async def test_what_is_written_is_in_the_key_table_and_leased(fleet: Fleet) -> N
     await fleet.enter("r0", 1)
     await fleet.enter("r1", 2)
     await fleet.enter("r2", 3)
+    await fleet.enter("some", 4, tensors=part_of(0, 2))
     await fleet.put()
     await fleet.commit(await fleet.claim("r0"))
     await fleet.commit(await fleet.claim("r2"))
@@ -534,7 +621,8 @@ async def test_what_is_written_is_in_the_key_table_and_leased(fleet: Fleet) -> N
         if pattern in ("publication:NAME", "publication:NAME:side:SIDE"):
             assert set(await client.hgetall(key)) - {"0"} == kind.fields.keys() - {"RANK"}, key
     there = {key async for key in client.scan_iter(f"{keys.prefix}publication*")}
-    assert there == {*expected.values(), *(keys.publication_side("p", name) for name in ("r1", "r2", "trainer"))}
+    sides = {keys.publication_side("p", name) for name in ("r1", "r2", "some", "trainer")}
+    assert there == {*expected.values(), *sides, keys.publication_table("p", part_of(0, 2).digest)}
 
 
 async def test_nothing_grows(fleet: Fleet) -> None:
@@ -682,12 +770,25 @@ async def in_redis(store: Store) -> dict[str, Any]:
     return found
 
 
+#: What subscribers of each kind have: the publisher's tensors are "a".
+TABLES = {
+    "a": table(),
+    "half": table("bfloat16"),
+    "part": part_of(1, 4),
+    "rest": part_of(0, 2),
+}
+
+
 class Duet:
     """The same events for the rule and for Redis. Hops are pairs: the rule's, and the claim in Redis."""
 
     def __init__(self, fleet: Fleet, chance: random.Random) -> None:
         self.fleet, self.chance = fleet, chance
-        self.rule = Sources(serial=1000, unfit=frozenset({("half", "a")}))
+        self.rule = Sources(
+            serial=1000,
+            unfit=frozenset({("half", "a"), ("half", "part"), ("half", "rest"), ("part", "half"), ("rest", "half")}),
+            lacking=frozenset({("part", "a"), ("rest", "a"), ("part", "rest"), ("rest", "part")}),
+        )
         self.options: dict[str, Any] = {
             "slots": chance.choice([1, 2, 2, 3]),
             "places": chance.choice([1, 2, 3]),
@@ -697,7 +798,7 @@ class Duet:
         self.replicas = {
             name: {
                 "places": chance.choice([0, 1, 1, 2]),
-                "kind": chance.choice(["a", "a", "half"]),
+                "kind": chance.choice(["a", "a", "half", "part", "part", "rest"]),
                 "zone": chance.choice(["", "z"]),
                 "host": chance.choice(["far", "near"]),
             }
@@ -720,7 +821,7 @@ class Duet:
         number = int(name[1:]) + 1
         member = RankHolder(agent=self.agents[name], host=options["host"], pid=1000 + number, start=number)
         more = {"places": options["places"], "zone": options["zone"], "launch": f"l{self.launches}", "member": member}
-        tensors = table("bfloat16" if options["kind"] == "half" else "float32")
+        tensors = TABLES[options["kind"]]
         await self.fleet.enter(name, number, tensors=tensors, **more)
         self.fleet.calls[name] = 0
         self.late = [(hop, claim) for hop, claim in self.late if hop.subscriber != name]

@@ -13,7 +13,7 @@ from etha.errors import RegistrationError
 from tests.flow.jobs import Job
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
-from tests.flow.truth import cut, stale, whole
+from tests.flow.truth import cut, picked, stale, whole
 from tests.flow.ways import Way
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -43,14 +43,6 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "L" * 500: ([[[(0, 1)]], [[(2, 5)]]], [[(1, 2), (4, 6)]]),
 }
 DTYPE = {"experts": torch.bfloat16, "listed": torch.float16}
-
-
-def picked(full: torch.Tensor, runs: Any) -> torch.Tensor:
-    if runs and runs[0] and isinstance(runs[0][0], list):  # a list of products: flat, one after another
-        return torch.cat([picked(full, product).reshape(-1) for product in runs])
-    for dim, kept in enumerate(runs):
-        full = full.index_select(dim, torch.tensor([i for a, b in kept for i in range(a, b)], dtype=torch.long))
-    return full.clone()
 
 
 def train(rank: int, world: int, pair: str) -> list[int]:

@@ -23,7 +23,7 @@ class Budget:
 
 def clone(rule: Sources) -> Sources:
     """A copy that shares what never changes. copy.deepcopy takes thirty times as long."""
-    other = Sources(serial=rule.serial, unfit=rule.unfit)
+    other = Sources(serial=rule.serial, unfit=rule.unfit, lacking=rule.lacking)
     other.__dict__.update(rule.__dict__)
     other.holders = {
         name: replace(one, slots=[replace(slot, children=slot.children[:]) for slot in one.slots])
@@ -128,10 +128,10 @@ def lapse(number: int) -> Event:
     return happen
 
 
-def relaunch(name: str, places: int) -> Event:
+def relaunch(name: str, places: int, kind: str) -> Event:
     def happen(world: World) -> None:
         world.late = [hop for hop in world.late if hop.subscriber != name]
-        world.sources.subscribe(name, places=places)
+        world.sources.subscribe(name, places=places, kind=kind)
 
     return happen
 
@@ -156,7 +156,7 @@ def events(world: World) -> Iterator[tuple[str, Event, Budget]]:
             yield f"{name} asks", ask(name), budget
         if budget.deaths:
             less = replace(budget, deaths=budget.deaths - 1)
-            yield f"{name} comes again", relaunch(name, mine.places), less
+            yield f"{name} comes again", relaunch(name, mine.places, mine.kind), less
     for number in rule.hops:
         yield f"{number} commits", end(number, committed=True, late=False), budget
         if budget.failures:
@@ -237,9 +237,16 @@ def walk(world: World, most: int = 2_000_000) -> int:
     return len(seen)
 
 
-def world(budget: Budget, subscribers: int = 2, serves: tuple[int, ...] = (1, 1, 1), **options: Any) -> World:
-    rule = Sources()
+def world(
+    budget: Budget,
+    subscribers: int = 2,
+    serves: tuple[int, ...] = (1, 1, 1),
+    kinds: tuple[str, ...] = ("a", "a", "a"),
+    **options: Any,
+) -> World:
+    """``kinds``: "part" holds some of the elements that "a" holds, and "rest" others."""
+    rule = Sources(lacking=frozenset({("part", "a"), ("rest", "a"), ("part", "rest"), ("rest", "part")}))
     rule.publish("t", **options)
     for number in range(subscribers):
-        rule.subscribe(f"r{number}", places=serves[number])
+        rule.subscribe(f"r{number}", places=serves[number], kind=kinds[number])
     return World(rule, budget, options)
