@@ -201,6 +201,17 @@ def test_a_picture_is_written_beside_the_text_and_its_name_is_checked_first(plan
     assert status == 1 and not shown and "its name must end in .svg, .png, .pdf" in reported
 
 
+def test_regions_send_and_a_gap_is_named(plan: Plan) -> None:
+    shape = {"shape": [8, 4], "dtype": "float32"}
+    regions = [{"region": [[[0, 5]], [[0, 4]]], "ranks": [0, 1]}, {"region": [[[3, 7]], [[0, 4]]], "ranks": [2]}]
+    source = {"tensors": {"w": {**shape, "regions": regions}}}
+    inside = {"tensors": {"w": {**shape, "regions": [{"region": [[[1, 7]], [[0, 4]]], "ranks": [0]}]}}}
+    status, shown, _ = plan(source, inside, "--check")
+    assert status == 0 and "96 B" in shown and "2 [0:5 x 0:4] and 1 [3:7 x 0:4] -> 1 [1:7 x 0:4]" in shown
+    status, _, reported = plan(source, {"mesh": [2], "placements": ["S(0)"]})
+    assert status == 1 and "'w' on target rank 1: 4 of 16 elements" in reported and "among them [7:8 x 0:4]" in reported
+
+
 def test_a_check_says_that_it_has_passed(plan: Plan) -> None:
     status, shown, _ = plan(SOURCE, {"mesh": [2], "placements": ["R"]}, "--check")
     assert status == 0 and "checked: every element of every target arrives exactly once" in shown

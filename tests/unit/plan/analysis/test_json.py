@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from etha.errors import ConfigError, LayoutError
+from etha.errors import ConfigError, LayoutError, PlanError
 from etha.plan import Layout, build_plan, describe, side_from_plain
 from etha.plan.analysis.json import expand, layout_to_plain
 from etha.planfile import read_plan
@@ -139,6 +139,12 @@ def test_regions_are_told_by_their_runs_and_ranks() -> None:
     assert [layout_to_plain(layout) for layout in layouts] == [one, other]
     source = side_from_plain({"mesh": [3], "placements": ["S(0)"], "tensors": dict.fromkeys("ab", shape)})
     build_plan(source.specs, side.specs).check()
+    # They send, too, to whoever wants no other elements.
+    wanted = {"a": {**shape, "regions": [{"region": [[[1, 2], [5, 6]], [[1, 4]]], "ranks": [0]}]}}
+    wanted["b"] = wanted["a"]
+    build_plan(side.specs, side_from_plain({"tensors": wanted}).specs).check()
+    with pytest.raises(PlanError, match=r"among them \[2:3 x 0:4\]"):
+        build_plan(side.specs, source.specs).check()
     for wrong in (
         {"region": [[[0, 2]]]},
         {"region": [[[2, 0]]], "ranks": [0]},

@@ -43,7 +43,8 @@ def hosts(name: str, ranks: int, each: int) -> list[str]:
 
 
 def plans() -> Iterator[Plan]:
-    """Moves, moves from replicas in slices, sums, regions, chains of hosts, sums that are passed on, carried moves."""
+    """Moves, moves from replicas in slices, sums, regions, chains of hosts, sums that are passed on, carried moves, and
+    moves from regions."""
     rows, columns, all_ = Layout((4,), [Shard(0)]), Layout((3,), [Shard(1)]), Layout.replicated(6)
     same = Layout.region([[(0, 5), (7, 11), (13, 18)], [(1, 4), (6, 9)]], [0, 1, 2, 3])
     kept = [same, Layout.region([[(3, 20)], [(0, 2), (5, 6), (8, 10)]], [4, 5])]
@@ -56,6 +57,12 @@ def plans() -> Iterator[Plan]:
         where = {"source_hosts": hosts("s", 4, 2), "target_hosts": hosts("t", 6, relay)} if relay else {}
         here, there = (TensorSpec(SHAPE, torch.float32, layout) for layout in (source, target))
         yield build_plan({"w": here}, {"w": there}, relay_bytes=0, **where)  # type: ignore[arg-type]
+    # Ranks that overlap, of which two hold a further product.
+    here = [Layout.region([[(0, 20), (30, 40)], [(0, 10)]], [0]), Layout.region([[(12, 48)], [(0, 7)]], [1, 2])]
+    more = [Layout.region([[(20, 30)], [(0, 10)]], [0]), Layout.region([[(40, 48)], [(5, 10)]], [1])]
+    further = (TensorSpec(SHAPE, torch.float32, more),)
+    source_spec = TensorSpec(SHAPE, torch.float32, here, products=further)
+    yield build_plan({"w": source_spec}, {"w": TensorSpec(SHAPE, torch.float32, columns)})
 
 
 def column(name: str, by: int, *kinds: int) -> Change:
@@ -72,7 +79,8 @@ def column(name: str, by: int, *kinds: int) -> Change:
 def region(end: int, by: int, dim: int) -> Change:
     def change(t: Template, row: int, _rng: random.Random) -> Template | None:
         key = int(t.region[row])
-        wrong = [runs.copy() for runs in t.make_region(key).dims]
+        right = t.make_region(key)
+        wrong = [runs.copy() for runs in right.dims]
         if not len(wrong[dim]):
             return None
         wrong[dim][0, end] += by
@@ -80,11 +88,23 @@ def region(end: int, by: int, dim: int) -> Change:
         keys[row] = t.regions
 
         def make(asked: int) -> Region:
-            return Region(dims=tuple(wrong)) if asked == t.regions else t.make_region(asked)
+            return dataclasses.replace(right, dims=tuple(wrong)) if asked == t.regions else t.make_region(asked)
 
         return dataclasses.replace(t, region=keys, make_region=make, regions=t.regions + 1)
 
     return change
+
+
+def other_product(t: Template, row: int, _rng: random.Random) -> Template | None:
+    """The same offsets in another of the products that the rank holds."""
+    right = t.make_region(int(t.region[row]))
+    keys = t.region.copy()
+    keys[row] = t.regions
+
+    def make(asked: int) -> Region:
+        return dataclasses.replace(right, product=1 - right.product) if asked == t.regions else t.make_region(asked)
+
+    return dataclasses.replace(t, region=keys, make_region=make, regions=t.regions + 1) if t.kind[row] == MOVE else None
 
 
 def picked(t: Template, keep: list[int]) -> Template:
@@ -151,9 +171,16 @@ MUTATIONS: dict[str, Change] = {
     **{f"{what} {by:+d} in dim {dim}": region(end, by, dim) for dim in (0, 1)
        for end, what in enumerate(("read", "write", "length")) for by in (1, -1)},
     "lost": lost, "twice": twice, "swapped": swapped, "another region": other_region,
+    "another product": other_product,
     "slot number + 1": slot_of(number=lambda s: s.number + 1),
     "slot one longer": slot_of(shape=lambda s: (s.shape[0] + 1, *s.shape[1:])),
 }  # fmt: skip
+
+
+def take(full: torch.Tensor, spec: TensorSpec, rank: int) -> torch.Tensor:
+    """What a rank holds of the tensor."""
+    rows, columns = next(part.owned(SHAPE, rank) for part in spec.layouts if rank in part) or ((), ())
+    return full[[i for a, b in rows for i in range(a, b)]][:, [i for a, b in columns for i in range(a, b)]]
 
 
 def harmless(plan: Plan) -> bool:
@@ -161,11 +188,12 @@ def harmless(plan: Plan) -> bool:
     full = torch.arange(480, dtype=torch.float32).reshape(SHAPE)
     source, target = ({r: {"w": torch.zeros(spec.local_shape(r) or ())} for r in spec.holders()}
                       for spec in (plan.source["w"], plan.target["w"]))  # fmt: skip
+    for rank in plan.source["w"].products[0].ranks() if plan.source["w"].products else ():
+        source[rank]["w [product 1]"] = take(full, plan.source["w"].products[0], rank)
     for side, tensors in (("source", source), ("target", target)):
         spec = plan.source["w"] if side == "source" else plan.target["w"]
         for rank, held in tensors.items():
-            rows, columns = next(part.owned(SHAPE, rank) for part in spec.layouts if rank in part) or ((), ())
-            part = full[[i for a, b in rows for i in range(a, b)]][:, [i for a, b in columns for i in range(a, b)]]
+            part = take(full, spec, rank)
             held["w"] = part.clone() if side == "source" else torch.full_like(part, -1)
             held["right"] = part * (2 if any(axis.partial for axis in plan.source["w"].layouts[0].axes) else 1)
     try:
