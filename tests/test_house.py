@@ -177,6 +177,7 @@ PURE_FILES = {
     "transport/nccl/schedule.py",
     "dashboard/model.py",
     "demo/report.py",
+    "demo/fleet_report.py",
     "demo/options.py",
     "groups/schedule.py",
     "groups/vote.py",

@@ -15,6 +15,8 @@ from etha.errors import ConfigError
 
 if TYPE_CHECKING:
     from etha.demo.events import Event
+    from etha.demo.hosts import DemoHosts
+    from etha.demo.options import Options
     from etha.demo.report import DemoReport
 
 
@@ -24,6 +26,9 @@ def demo(
     synthetic: Annotated[
         float | None, typer.Option(metavar="GIB", help="move this much random data in Llama-3 8B's proportions instead")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=0, metavar="N", help="publish to N replicas, some of which join late or are killed")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda: both jobs on the GPUs, ranks round robin")] = "cpu",
     redis: Annotated[str | None, typer.Option(help="URL of a Redis that both jobs reach; default: embedded")] = None,
     trainer: Annotated[
@@ -38,6 +43,10 @@ def demo(
     The trainer trains a character GPT on Shakespeare with FSDP2 x TP in 4 processes and sends a version every few
     steps; the inference job, 2 tensor-parallel asyncio processes, evaluates it on the same held-out text. Exit status
     1 when an element or a loss differs, or the loss does not fall below 2.4 nats per character in 160 steps.
+
+    With --replicas the trainer publishes its versions, and N replicas with different layouts follow in place of the
+    inference job. Two of them join late and one is killed and starts again. Exit status 1 unless all of them end with
+    the newest version, and every element of every version that one has received was right.
     """
     import asyncio
 
@@ -48,15 +57,25 @@ def demo(
 
     given = {"trainer": trainer, "inference": inference}
     try:
-        options = Options(steps=steps, every=every, synthetic=synthetic, device=device, cards=seats.cards(device))
+        options = Options(
+            steps=steps,
+            every=every,
+            synthetic=synthetic,
+            device=device,
+            cards=seats.cards(device),
+            replicas=replicas,
+        )
         places = DemoHosts(places={job: DemoHost.parse(text) for job, text in given.items() if text}, redis=redis)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    report = DemoReport(options)
     started = time.monotonic()
+    if options.replicas:
+        run_replicas(options, places, started)
+        return
+    report = DemoReport(options)
     with demo_progress(report) as tell:
         try:
-            asyncio.run(launch.run_until_signal(options, tell, places))
+            asyncio.run(launch.run_until_signal(launch.run(options, tell, places)))
         except launch.DemoError as error:
             err.print(Text(f"the demo failed: {error}", "red"))
             raise typer.Exit(1) from None
@@ -69,6 +88,42 @@ def demo(
     if problems:
         raise typer.Exit(1)
     out.print(f"{len(report.rows)} versions, every element equal, in {time.monotonic() - started:.0f} s")
+
+
+def run_replicas(options: Options, places: DemoHosts, started: float) -> None:
+    """The demo with replicas: a line for each event, and a table at the end. Exit status 1 if anything was wrong."""
+    import asyncio
+
+    from etha.demo import launch
+    from etha.demo.fleet import run_fleet
+    from etha.demo.fleet_report import fleet_table
+
+    def tell(event: Event) -> None:
+        if event.kind == "version":
+            number = event.fields["number"]
+            source = event.fields.get("source")
+            done = f"has put version {number}" if source is None else f"holds version {number}, from {source}"
+            say(f"{event.job} {done}")
+        elif event.kind == "note":
+            say(str(event.fields["text"]))
+
+    def say(text: str) -> None:
+        out.print(Text(f"{time.monotonic() - started:6.1f} s  {text}"))
+
+    try:
+        report = asyncio.run(launch.run_until_signal(run_fleet(options, tell, places)))
+    except launch.DemoError as error:
+        err.print(Text(f"the demo failed: {error}", "red"))
+        raise typer.Exit(1) from None
+    out.print(fleet_table(report))
+    problems = report.verdict()
+    for problem in problems:
+        err.print(Text(problem, "red"))
+    if problems:
+        raise typer.Exit(1)
+    seconds = time.monotonic() - started
+    last = options.versions[-1]
+    out.print(f"{options.replicas} replicas hold version {last}, every element equal, in {seconds:.0f} s")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any, TextIO
 KINDS = {
     "ready": "the job's process group stands and its model is built",
     "progress": "step and steps, or bytes and total, of what the job is doing now",
-    "version": "number, loss, hashes, bytes, seconds, sample of one version",
+    "version": "number, loss, hashes, bytes, seconds, sample, source of one version",
+    "note": "text of something that the launcher has done",
     "done": "the job has closed its client",
 }
 

@@ -51,15 +51,22 @@ class DemoHosts:
         if self.places and self.redis is None:
             raise ValueError("jobs on different hosts meet in one Redis: give its URL with --redis")
 
+    def _place(self, job: str) -> DemoHost | None:
+        """Replicas are where the inference job would be."""
+        return self.places.get("inference" if job.startswith("replica-") else job)
+
     def prefix(self, job: str) -> tuple[str, ...]:
         """The beginning of the command of ``job``."""
-        return self.places[job].prefix if job in self.places else ()
+        place = self._place(job)
+        return () if place is None else place.prefix
 
     def environment(self, job: str) -> dict[str, str]:
         """Additional environment variables of ``job``."""
         redis = {} if self.redis is None else {"ETHA_REDIS_URL": self.redis}
-        return redis | (self.places[job].environment if job in self.places else {})
+        place = self._place(job)
+        return redis | ({} if place is None else place.environment)
 
     def folder(self, job: str) -> str:
         """The job's runtime directory. Hosts do not share one."""
-        return self.places[job].netns if job in self.places else "run"
+        place = self._place(job)
+        return "run" if place is None else place.netns

@@ -14,9 +14,10 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from etha.demo.events import Event
 from etha.demo.hosts import DemoHosts
@@ -24,6 +25,8 @@ from etha.demo.options import RANKS, Options
 from etha.demo.process import adopting, children, command, describe, end
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Both jobs on this host, in their own runtime directory, with its embedded server.
 HERE = DemoHosts()
@@ -64,20 +67,34 @@ class JobFailed(Exception):
 
 
 async def run_job(
-    job: str, options: Options, directory: Path, hear: Callable[[Event], None], places: DemoHosts = HERE
+    job: str,
+    options: Options,
+    directory: Path,
+    hear: Callable[[Event], None],
+    places: DemoHosts = HERE,
+    *,
+    release: int = -1,
+    store: str = "",
+    started: Callable[[asyncio.subprocess.Process], None] = lambda process: None,
 ) -> None:
-    """Start one job and follow it to its end. JobFailed unless it ends with status 0. Cancelling kills it."""
+    """Start one job and follow it to its end. JobFailed unless it ends with status 0. Cancelling kills it.
+
+    ``release``: the read end of a pipe whose end tells the job to end. ``store``: the file of its process group, by
+    default the job's name. ``started`` gets its process.
+    """
     pipe_out, pipe_in = os.pipe()
-    with (directory / f"{job}.log").open("wb") as output:
+    words, passed = ((), (pipe_in,)) if release < 0 else (("--release", str(release)), (pipe_in, release))
+    with (directory / f"{job}.log").open("ab") as output:
         try:
             process = await asyncio.create_subprocess_exec(
                 *places.prefix(job), sys.executable, "-m", "etha.demo.job", job, options.to_json(),
-                "--store", str(directory / f"{job}.store"), "--report", str(pipe_in),
+                "--store", str(directory / (store or f"{job}.store")), "--report", str(pipe_in), *words,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=environment(directory, os.environ, job, places), pass_fds=(pipe_in,), start_new_session=True,
+                env=environment(directory, os.environ, job, places), pass_fds=passed, start_new_session=True,
             )  # fmt: skip
         finally:
             os.close(pipe_in)
+    started(process)
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(follow(pipe_out, hear))
@@ -155,12 +172,12 @@ def tails(directory: Path) -> list[str]:
     return found
 
 
-async def run_until_signal(options: Options, tell: Callable[[Event], None], places: DemoHosts = HERE) -> None:
-    """``run``, cancelled by SIGTERM as by Ctrl-C, so that both leave nothing behind."""
+async def run_until_signal(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work``, cancelled by SIGTERM as by Ctrl-C, so that both leave nothing behind."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        await run(options, tell, places)
+        return await work
     finally:
         loop.remove_signal_handler(signal.SIGTERM)

@@ -7,6 +7,10 @@ from dataclasses import asdict, dataclass
 
 #: Ranks of each job: a 2 x 2 mesh of FSDP2 x TP, and two tensor-parallel processes.
 RANKS = {"trainer": 4, "inference": 2}
+#: What the trainer publishes under, with replicas.
+PUBLICATION = "model"
+#: Most replicas: each is one or two processes.
+MAX_REPLICAS = 16
 #: The loss after at least GOAL_STEPS steps is below GOAL nats per character (untrained about 4.5).
 GOAL = 2.4
 GOAL_STEPS = 160
@@ -15,8 +19,36 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLayout:
+    """How a replica has the model: "tensor-parallel", "whole", or all tensors cut by "rows" or by "columns"."""
+
+    name: str
+    ranks: int
+
+
+#: Replica number n has the layout n modulo their number.
+LAYOUTS = (
+    ReplicaLayout(name="tensor-parallel", ranks=2),
+    ReplicaLayout(name="whole", ranks=1),
+    ReplicaLayout(name="rows", ranks=2),
+    ReplicaLayout(name="columns", ranks=2),
+)
+
+
+def layout_of(job: str) -> ReplicaLayout:
+    """That of replica-N."""
+    return LAYOUTS[int(job.removeprefix("replica-")) % len(LAYOUTS)]
+
+
+def ranks_of(job: str) -> int:
+    """Ranks of a job: "trainer", "inference" or replica-N."""
+    return layout_of(job).ranks if job.startswith("replica-") else RANKS[job]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One run of the demo. ``synthetic``, in GiB, replaces training by that much random data.
+    """One run of the demo. ``synthetic``, in GiB, replaces training by that much random data. ``replicas``: so many
+    subscribers take the place of the inference job; 0: none.
 
     ``device`` is "cpu" or "cuda"; for the latter, ``cards`` is the number of GPUs.
     """
@@ -28,6 +60,7 @@ class Options:
     timeout: float = 120.0
     device: str = "cpu"
     cards: int = 0
+    replicas: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.every < 1 or self.rounds < 1:
@@ -38,6 +71,11 @@ class Options:
             raise ValueError(f"device {self.device!r} is neither cpu nor cuda")
         if (self.device == "cuda") != (self.cards > 0):
             raise ValueError(f"device {self.device} with {self.cards} cards: cuda needs one at least, cpu none")
+
+        if not 0 <= self.replicas <= MAX_REPLICAS:
+            raise ValueError(f"replicas {self.replicas} must be 1 to {MAX_REPLICAS}")
+        if self.replicas and (self.synthetic is not None or self.device != "cpu"):
+            raise ValueError("replicas follow the training demo on the CPU: leave out --synthetic and --device")
 
     @property
     def versions(self) -> tuple[int, ...]:

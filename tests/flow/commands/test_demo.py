@@ -85,6 +85,42 @@ def test_versions_arrive_exact_and_nothing_is_left(temporary: Path) -> None:
     assert_nothing_left(temporary)
 
 
+def test_replicas_join_late_are_killed_and_end_with_the_newest_version(temporary: Path) -> None:
+    with demo(temporary, "--replicas", "4", "--steps", "6", "--every", "2") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, out + err
+    rows = re.findall(r"│ replica-(\d) │ (\S+) over (\d) +│ +(once|2 times) │ +\d+ │ +6 │ \S+ +│ 53 tensors equal", out)
+    assert rows == [
+        ("0", "tensor-parallel", "2", "2 times"),
+        ("1", "whole", "1", "once"),
+        ("2", "rows", "2", "once"),
+        ("3", "columns", "2", "once"),
+    ], out
+    assert "replica-0 is killed" in out and "replica-3 joins late" in out
+    assert "4 replicas hold version 6, every element equal" in out
+    assert_nothing_left(temporary)
+
+
+@pytest.mark.more
+def test_one_wrong_element_of_a_replica_fails_the_demo(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / HOOK).write_text(
+        "import sys\n"
+        "if 'etha.demo.job' in sys.orig_argv and 'replica-1' in sys.orig_argv:\n"
+        "    import etha.demo.replica as job\n"
+        "    whole = job.digests\n"
+        "    def digests(tensors, *, here):\n"
+        "        spoilt = {name: tensor.clone() for name, tensor in tensors}\n"
+        "        spoilt['norm.bias'][7] += 2 ** -20\n"
+        "        return whole(spoilt.items(), here=here)\n"
+        "    job.digests = digests\n"
+    )
+    with demo(temporary, "--replicas", "2", "--steps", "1", PYTHONPATH=str(tmp_path)) as process:
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 1
+    assert "replica-1: version 1: norm.bias differs" in err and "replica-0" not in err
+    assert_nothing_left(temporary)
+
+
 @pytest.mark.proof
 def test_synthetic_data_arrives_exact(temporary: Path) -> None:
     with demo(temporary, "--synthetic", "0.01") as process:

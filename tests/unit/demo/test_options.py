@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etha.demo.events import Event, Reporter
-from etha.demo.options import Options
+from etha.demo.options import Options, layout_of, ranks_of
 
 
 def test_options_survive_the_command_line() -> None:
@@ -30,6 +30,20 @@ def test_versions_begin_untrained_and_end_with_the_last_step(options: Options, v
 def test_senseless_options_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Options(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"replicas": -1}, {"replicas": 17}, {"replicas": 1, "synthetic": 1.0}, {"replicas": 1, "device": "cuda"}]
+)
+def test_replicas_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"replicas|cards"):
+        Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_replicas_have_different_layouts() -> None:
+    layouts = [layout_of(f"replica-{number}") for number in range(5)]
+    assert len(set(layouts[:4])) == 4 and layouts[4] == layouts[0]
+    assert [ranks_of(job) for job in ("trainer", "inference", "replica-0", "replica-1")] == [4, 2, 2, 1]
 
 
 def test_events_survive_the_pipe() -> None:
