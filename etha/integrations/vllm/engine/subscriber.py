@@ -10,10 +10,11 @@ The memory that is received into is beside the model, so a version that arrives 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, cast
@@ -24,6 +25,7 @@ from torch import nn
 from etha import AsyncTensorBusClient, TransferFuture
 from etha.client.loop_thread import LoopMembership
 from etha.client.subscription import AsyncSubscription, Update
+from etha.client.tasks import Shield
 from etha.errors import (
     AgentLostError,
     ConfigError,
@@ -43,6 +45,8 @@ from etha.integrations.vllm.weights.received import Received
 log = logging.getLogger("vllm.etha")
 #: Seconds that a worker waits for its receive when another worker's has ended. A hop ends on all ranks together.
 _SOON = 10.0
+#: Seconds after which a worker that receives nothing looks whether it lags, and why.
+_LOOK = 10.0
 #: Most parameters that an error names.
 _SHOWN = 5
 
@@ -209,10 +213,52 @@ class EngineSubscriber:
                 receiving.exception()
 
     async def _receive_and_report(self, turn: int, newer_than: int, *, renew: bool, news: str) -> Update:
+        receiving = asyncio.ensure_future(self._receive(newer_than, renew=renew, timeout=math.inf))
+        told = 0
         try:
-            return await self._receive(newer_than, renew=renew, timeout=math.inf)
+            while not (await asyncio.wait({receiving}, timeout=_LOOK))[0]:
+                told = await self._tell_lag(told)
+            return receiving.result()
+        except asyncio.CancelledError:
+            receiving.cancel()
+            await Shield().wait(receiving)
+            raise
         finally:
             report(news, str(turn))
+
+    async def _tell_lag(self, told: int) -> int:
+        """Log why a newer version than ``told`` has not come yet. A holder gives none to a side that it does not fit,
+        which is no error of a call that waits. The number of the newest version."""
+        subscription = self._subscription
+        if subscription is None or not subscription.lag or self._rank != 0:
+            return told
+        newest = subscription.seq + subscription.lag
+        if newest > told:
+            with suppress(EthaError):
+                misfits = self._misfits(await self._bus.published_tensors(self.publication))
+                why = "it is on its way, or all who hold it are busy"
+                if misfits:
+                    why = f"it does not fit, start the engine again for other tensors: {'; '.join(misfits[:_SHOWN])}"
+                log.warning(
+                    "publication %s: version number %d has not come yet, and the engine goes on with the one that it "
+                    "has: %s",
+                    self.publication,
+                    newest,
+                    why,
+                )
+        return newest
+
+    def _misfits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
+        """How what is published differs from what the engine has started with."""
+        mine, theirs = {meta.name: meta.shape for meta in self._metas}, {n: shape for n, (_, shape) in tensors.items()}
+        found = [f"{name!r} is not published any more" for name in mine.keys() - theirs.keys()]
+        found += [f"{name!r} is new" for name in theirs.keys() - mine.keys()]
+        found += [
+            f"{name!r} has shape {theirs[name]} and had {mine[name]}"
+            for name in mine.keys() & theirs.keys()
+            if mine[name] != theirs[name]
+        ]
+        return sorted(found)
 
     async def _receive(self, newer_than: int, *, renew: bool, timeout: float) -> Update:
         if renew and self._subscription is not None:
@@ -220,6 +266,8 @@ class EngineSubscriber:
             await subscription.close()
         if self._subscription is None:
             self._subscription = await self._subscribe(min(timeout, self._options.timeout))
+            if self._subscription.lag < newer_than:
+                newer_than = 0  # Redis has lost the publication, whose numbers begin again
         return await self._subscription.next(newer_than=newer_than, timeout=timeout)
 
     async def _subscribe(self, timeout: float) -> AsyncSubscription:
