@@ -33,7 +33,7 @@ def test_engines_that_cannot_start_end_and_say_why(checkpoints: Checkpoints, env
             "gaps": (start("gaps", {"publication": "gaps"}), "has nothing, or a part, of the model's parameters"),
             "nothing": (
                 start("nothing", {"publication": "nobody", "timeout": 3}),
-                "publication 'nobody' has no version yet",
+                "nobody has published 'nobody' by the deadline",
             ),
             "key": (start("key", {"publication": "p", "pauze": "keep"}), "no option 'pauze': do you mean 'pause'"),
             "executor": (

@@ -235,7 +235,7 @@ class EngineSubscriber:
         newest = subscription.seq + subscription.lag
         if newest > told:
             with suppress(EthaError):
-                misfits = self._misfits(await self._bus.published_tensors(self.publication))
+                misfits = self._misfits(await self._bus.describe_publication(self.publication))
                 why = "it is on its way, or all who hold it are busy"
                 if misfits:
                     why = f"it does not fit, start the engine again for other tensors: {'; '.join(misfits[:_SHOWN])}"
@@ -248,9 +248,10 @@ class EngineSubscriber:
                 )
         return newest
 
-    def _misfits(self, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
+    def _misfits(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """How what is published differs from what the engine has started with."""
-        mine, theirs = {meta.name: meta.shape for meta in self._metas}, {n: shape for n, (_, shape) in tensors.items()}
+        mine = {meta.name: meta.shape for meta in self._metas}
+        theirs = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         found = [f"{name!r} is not published any more" for name in mine.keys() - theirs.keys()]
         found += [f"{name!r} is new" for name in theirs.keys() - mine.keys()]
         found += [
