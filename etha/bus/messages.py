@@ -512,7 +512,8 @@ class Publish(StrictStruct, frozen=True, kw_only=True):
 
 @message("published")
 class Published(StrictStruct, frozen=True, kw_only=True):
-    """All ranks of the publisher have come. ``seq``: that of the newest version of any launch; 0 if there is none."""
+    """All ranks of the publisher have come, or this rank's put is done. ``seq``: that of the newest version of any
+    launch, 0 if there is none; or of the version that was put."""
 
     seq: int
 
@@ -539,7 +540,7 @@ class SlotGiven(StrictStruct, frozen=True, kw_only=True):
 
 @message("finish_put")
 class FinishPut(StrictStruct, frozen=True, kw_only=True):
-    """The tensors lie in the slot. The version is announced once all ranks have said so. -> Ok."""
+    """The tensors lie in the slot. The version is announced once all ranks have said so. -> Published, with its seq."""
 
     publication: Text
     number: int

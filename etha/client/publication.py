@@ -262,9 +262,10 @@ class AsyncPublication(OfOneProcess):
                 self._failed = self._place.world_size > 1
                 await self._copy(found.slot)
                 finish = FinishPut(publication=self.name, number=number, version=version)
-                await link.request(finish, timeout=deadline.left)
+                finished = await link.request(finish, timeout=deadline.left)
+                assert isinstance(finished, Published)
                 self._number, self._failed = number, False
-                self._newest = put = PublishedVersion(seq=found.seq, version=version)
+                self._newest = put = PublishedVersion(seq=finished.seq, version=version)
             finally:
                 self._turn.release()
             if wait:

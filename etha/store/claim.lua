@@ -1,10 +1,10 @@
 -- A subscriber asks for a version, or takes its question back. KEYS: publication. req.act: claim, withdraw.
 -- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held}.
 local subscriber = req.subscriber
-local S, why = current_side(subscriber, req.serial)
+local S, refused = current_side(subscriber, req.serial)
 if not S then
   if req.act == 'withdraw' then return ok(false) end
-  return refuse('group_lost', why)
+  return refused
 end
 local id = subscriber .. '/' .. int(req.serial)
 local last, over = number(S.call), number(S.over)
@@ -33,6 +33,8 @@ end
 
 if number(S.refused) == req.call then return refuse('config', where .. ': ' .. S.error) end
 local ranks, count = ranks_of(S, side_key(subscriber))
+local gone = end_if_silent(subscriber, S, ranks)
+if gone then return gone end
 if req.call < last or req.call <= over or count < number(S.world) then return answer() end
 
 local asked = req.version .. ' ' .. int(req.newer_than)

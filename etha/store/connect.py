@@ -29,6 +29,7 @@ from redis.backoff import ExponentialBackoff
 from etha.addresses import bad_redis_url, redact
 from etha.errors import ConfigError, EthaError, GroupLostError, PeerLostError, ProtocolError, RedisUnavailableError
 from etha.store.keys import (
+    AGENT_LEASE,
     CLAIM_LEASE,
     CLOSED_LEASE,
     HISTORY_LEASE,
@@ -334,6 +335,7 @@ class RedisConnection:
                 "registration": int(REGISTRATION_LEASE * 1000),
                 "closed": int(CLOSED_LEASE * 1000),
                 "claim_lease": int(CLAIM_LEASE * 1000),
+                "agent_lease": int(AGENT_LEASE * 1000),
                 "max_events": MAX_EVENTS,
                 "max_versions": MAX_VERSIONS,
             }
@@ -362,7 +364,7 @@ class ScriptRefused(Exception):
             return ConfigError(self.text)
         if self.code == "peer_lost":
             return PeerLostError(self.text, reason=self.reason, outcome="aborted")
-        if self.code == "group_lost":
+        if self.code in ("group_lost", "forgotten"):  # forgotten: Redis knows nothing of that launch
             return GroupLostError(self.text, reason="ended")
         return ProtocolError(self.text)
 

@@ -298,7 +298,7 @@ TABLE: tuple[KeyKind, ...] = (
             "another holder has it",
             "draining": "JSON list of subscribers that are to receive next and wait for those who read their buffers",
             "avoiding": "JSON list of those in the queue that avoid holders",
-            "retired": "JSON list of [SIDE/LAUNCH, why] of launches that are over, at most 64",
+            "retired": "JSON list of [SIDE/LAUNCH, why, serial] of launches that are over, at most 64",
             "swept": "ms since 1970 at which sides without agents were forgotten last",
         },
         doc="Versions of named tensors, from one publisher to subscribers that come and go.",
@@ -332,6 +332,9 @@ TABLE: tuple[KeyKind, ...] = (
             "error": "error of the last hop, empty if it has committed",
             "puts": "of the publisher: versions that this launch has announced",
             "announced": "of the publisher: seq of the last of them",
+            "silent": "ms since 1970 at which a rank was seen first whose agent does not answer; 0: all answer",
+            "pending": "JSON list of what its buffers hold, put back while ranks are missing after Redis has lost "
+            "them, or empty",
             "put": "of the publisher: JSON object of the put that runs: put, seq, slot, labels of the ranks that have "
             "set it aside",
             "RANK": "JSON object: agent, host, name, pid, start",

@@ -544,6 +544,12 @@ local function add_holder(side, S, ranks)
       zone = S.zone, hosts = hosts, agents = agents, publisher = S.role == 'publisher', orphan = false,
       places = number(S.places), used = 0, copies = number(S.copies), slots = slots}
     holders[id] = h
+    -- What its agents have put back while ranks were missing.
+    for _, held in ipairs(object(S.pending) or {}) do
+      local s = slots[held.slot + 1]
+      if s then s.seq, s.version, s.description = held.seq, held.version, held.description end
+    end
+    redis.call('HSET', side_key(side), 'pending', '')
   end
   if h then index(id) end
   if S.role == 'publisher' then P.holder = id end
@@ -560,7 +566,7 @@ end
 -- A launch of a side is over.
 local function end_side(side, S, reason, text)
   local id = side .. '/' .. S.serial
-  retired[#retired + 1] = {side .. '/' .. S.launch, text}
+  retired[#retired + 1] = {side .. '/' .. S.launch, text, number(S.serial)}
   if #retired > 64 then table.remove(retired, 1) end
   leave_queue(id)
   if number(S.claim) > 0 then end_claim(S.claim, false) end
@@ -586,18 +592,20 @@ local function end_side(side, S, reason, text)
   wake(side, 'left')
 end
 
--- The side, if this launch of it still is; otherwise nil and why.
+-- The side, if this launch of it still is; otherwise nil and the answer that says why not: "group_lost" if it is over,
+-- "forgotten" if nothing is known of it, because Redis has lost it.
 local function current_side(side, launch_serial)
   local S = hash(side_key(side))
   if S.serial and number(S.serial) == launch_serial then return S end
+  local code = S.serial and number(S.serial) > launch_serial and 'group_lost' or 'forgotten'
   local text = 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over'
   for i = #retired, 1, -1 do
-    if string.sub(retired[i][1], 1, #side + 1) == side .. '/' then
-      text = text .. ': ' .. retired[i][2]
+    if retired[i][3] == launch_serial and string.sub(retired[i][1], 1, #side + 1) == side .. '/' then
+      code, text = 'group_lost', text .. ': ' .. retired[i][2]
       break
     end
   end
-  return nil, text
+  return nil, refuse(code, text)
 end
 
 -- Write back what has changed.
@@ -616,4 +624,27 @@ local function finish()
   keep(key)
   for _, name in ipairs(PARTS) do keep(part(name)) end
   if (P.description or '') ~= '' then keep(table_key(P.description)) end
+end
+
+-- End a side one of whose agents has not answered for longer than a lease since that was seen first (a Redis that was
+-- restored does not know the agents until their next beat). Answers the refusal, nil if the side goes on.
+local function end_if_silent(side, S, ranks)
+  for rank = 0, number(S.world) - 1 do
+    local m = ranks[rank]
+    if m and not served({m.agent}) then
+      if number(S.silent) == 0 then
+        S.silent = int(now)
+        redis.call('HSET', side_key(side), 'silent', S.silent)
+      end
+      if now - number(S.silent) <= req.agent_lease then return nil end
+      local text = 'the agent of rank ' .. int(rank) .. ' of ' .. side .. ' (' .. shown(m) .. ') does not answer'
+      end_side(side, S, 'died', text)
+      lapse()
+      match()
+      finish()
+      return refuse('group_lost', 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over: ' .. text)
+    end
+  end
+  if number(S.silent) > 0 then redis.call('HSET', side_key(side), 'silent', '0') end
+  return nil
 end

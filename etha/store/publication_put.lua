@@ -1,9 +1,9 @@
 -- What the publisher does. KEYS: publication. req.act:
 -- prepare: which slot a rank may write. Answers {slot, seq, ready, behind, readers, wait (ms)}.
 -- announce: a rank has set its part aside. Answers the seq once all have, 0 before.
--- hold: an agent puts back what buffers of a side hold, after Redis has lost it.
-local S, why = current_side(req.side, req.serial)
-if not S then return refuse('group_lost', why) end
+-- hold: an agent says what the buffers of a side hold and how many puts are over, after Redis has lost it.
+local S, refused = current_side(req.side, req.serial)
+if not S then return refused end
 local id = req.side .. '/' .. S.serial
 local h = holder(id)
 local where = 'publication ' .. req.publication .. ', ' .. S.role .. ' ' .. req.side
@@ -13,9 +13,17 @@ local function set(slot, seq, version, description)
 end
 
 if req.act == 'hold' then
+  local given, newest = {}, 0
+  for _, held in ipairs(req.held) do given[held.slot + 1], newest = held, math.max(newest, held.seq) end
+  for i, s in ipairs(h and h.slots or {}) do
+    local held = given[i]
+    if held and s.seq < held.seq then
+      set(s, held.seq, held.version, held.description)
+    elseif not held and s.seq > 0 and (S.role == 'subscriber' or s.seq < newest) then
+      clear(id, s) -- an older copy of the data says so
+    end
+  end
   for _, held in ipairs(req.held) do
-    local s = h and h.slots[held.slot + 1]
-    if s and s.seq < held.seq then set(s, held.seq, held.version, held.description) end
     if held.seq > number(P.seq) then P.seq, P.version = held.seq, held.version end
     if S.role == 'subscriber' and held.seq > number(S.held) then
       S.held = held.seq
@@ -23,7 +31,17 @@ if req.act == 'hold' then
       redis.call('ZADD', part('held'), held.seq, id)
     end
   end
-  if h then index(id) end
+  -- What was announced is over, also if an older copy of the data says that ranks are missing.
+  if S.role == 'publisher' and req.puts > number(S.puts) then
+    redis.call('HSET', side_key(req.side), 'puts', int(req.puts), 'announced', int(math.max(newest, number(S.announced))))
+    local put = S.put ~= '' and object(S.put)
+    if put and put.put <= req.puts then redis.call('HSET', side_key(req.side), 'put', '') end
+  end
+  if h then
+    index(id)
+  elseif #req.held > 0 and select(2, ranks_of(S, side_key(req.side))) < number(S.world) then
+    redis.call('HSET', side_key(req.side), 'pending', json(req.held)) -- it is a holder once all ranks are back
+  end
   match()
   finish()
   return ok(true)
@@ -31,7 +49,13 @@ end
 
 if S.role ~= 'publisher' then return refuse('config', where .. ' does not publish') end
 local ranks, count = ranks_of(S, side_key(req.side))
-if count < number(S.world) then return refuse('protocol', where .. ': not all ranks have entered') end
+local gone = req.act == 'prepare' and end_if_silent(req.side, S, ranks)
+if gone then return gone end
+if count < number(S.world) then
+  -- Redis has lost them, and their agents put them back. Then the side's key is woken, and this rank asks again.
+  if req.act == 'announce' then return ok(0) end
+  return ok({slot = 0, seq = 0, ready = false, behind = true, readers = {}, wait = 0})
+end
 -- It was dropped while its agent did not answer. What its slots hold is put back by that agent.
 h = h or add_holder(req.side, S, ranks)
 local put = S.put ~= '' and object(S.put) or nil

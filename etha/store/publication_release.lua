@@ -66,6 +66,10 @@ if S and number(S.call) <= req.call then
     else
       redis.call('HSET', side_key(req.subscriber), 'held', '0', 'version', '')
       redis.call('ZREM', part('held'), id)
+      if own and own.slots[1].seq > 0 then -- Redis had lost that the hop overwrites it
+        clear(id, own.slots[1])
+        index(id)
+      end
     end
     event('hop_failed', 'publication', req.publication, 'subscriber', req.subscriber, 'source', req.source, 'seq',
       int(req.seq), 'text', req.error)

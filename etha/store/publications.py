@@ -75,8 +75,11 @@ class Publications:
         #: Put back after Redis has lost it: ranks of this agent's workers, as they entered, by (publication, side,
         #: rank). ``entrance.serial`` is that of their launch.
         self.held: dict[tuple[str, str, int], tuple[PublicationRank, RankHolder]] = {}
-        #: Put back with them: what buffers hold, by (publication, SIDE/SERIAL).
+        #: Put back with them, by (publication, SIDE/SERIAL): what buffers hold, and how many puts were announced.
         self.versions: dict[tuple[str, str], tuple[HeldVersion, ...]] = {}
+        self.puts: dict[tuple[str, str], int] = {}
+        #: The holders, as (publication, SIDE/SERIAL), of which this agent has ranks or memory.
+        self.standing: set[tuple[str, str]] = set()
 
     # ---- sides --------------------------------------------------------------------------------------
 
@@ -432,15 +435,51 @@ class Publications:
                 raise
             except EthaError as error:
                 log.warning("rank %d of %s of publication %s is not put back: %s", rank, side, publication, error)
-        for (publication, holder), buffers in list(self.versions.items()):
-            side, _, serial = holder.partition("/")
-            request = {"act": "hold", "side": side, "serial": int(serial), "held": [_held(one) for one in buffers]}
+        for publication, holder in [*self.versions, *(key for key in self.puts if key not in self.versions)]:
             try:
-                await self._script("publication_put", publication, request, timeout)
+                await self.hold(publication, holder, timeout=timeout)
             except RedisUnavailableError:
                 raise
             except EthaError as error:
                 log.warning("versions of %s of publication %s are not put back: %s", holder, publication, error)
+        for publication in await self.names(timeout=timeout):
+            try:
+                await self._take_out(publication, timeout)
+            except RedisUnavailableError:
+                raise
+            except EthaError as error:
+                log.warning("publication %s may list sides that this agent has no more: %s", publication, error)
+
+    async def hold(self, publication: str, holder: str, *, timeout: float | None = None) -> None:
+        """Say what the buffers of a holder hold, and how many of its puts were announced."""
+        side, _, serial = holder.partition("/")
+        request = {
+            "act": "hold",
+            "side": side,
+            "serial": int(serial),
+            "held": [_held(one) for one in self.versions.get((publication, holder), ())],
+            "puts": self.puts.get((publication, holder), 0),
+        }
+        await self._script("publication_put", publication, request, timeout)
+
+    async def _take_out(self, publication: str, timeout: float) -> None:
+        """Take out the sides and holders of this agent that have ended: a Redis that was restored from a backup lists
+        them, and subscribers would wait for them."""
+        view, record = await self.view(publication, timeout=timeout), self._session.owned.agent
+        if view is None or record is None:
+            return
+        sides = {one.name: one.ranks for one in view.subscribers} | {view.publisher: view.publisher_ranks}
+        for side, ranks in sides.items():
+            for rank, member in ranks.items():
+                mine = self.held.get((publication, side, rank))
+                if member.agent == record.id and (mine is None or not mine[1].is_same(member)):
+                    await self.leave(publication, side, rank, member, "died", timeout=timeout)
+        for holder in view.holders:
+            if record.id in holder.agents and (publication, holder.name) not in self.standing:
+                await self.forget(publication, holder.name, timeout=timeout)
+                for claim in (await self.claims(publication, holder.name, timeout=timeout)).values():
+                    text = f"{holder.side} has left"
+                    await self.release(claim, committed=False, error=text, timeout=timeout)
 
     def held_keys(self) -> list[str]:
         """The keys that what this agent's workers hold needs, even if nothing changes."""
@@ -453,8 +492,33 @@ class Publications:
         return found
 
     async def _script(self, name: str, publication: str, request: dict[str, Any], timeout: float | None) -> Any:
-        keys = [self._keys.publication(publication)]
-        return await self._session.script(name, keys, {**request, "publication": publication}, timeout)
+        """Run a script. If Redis has lost the side that it is about, put back first what this agent has of it."""
+        keys, limit = [self._keys.publication(publication)], self._session.limit(timeout)
+        request = {**request, "publication": publication}
+        try:
+            return await self._session.connection.script(name, keys, request, limit)
+        except ScriptRefused as refusal:
+            if refusal.code != "forgotten":
+                raise refusal.as_error() from None
+            side = str(request.get("subscriber", request.get("side")))
+            if not await self._put_back(publication, side, int(request["serial"]), limit):
+                raise refusal.as_error() from None
+        return await self._session.script(name, keys, request, limit)
+
+    async def _put_back(self, publication: str, side: str, serial: int, timeout: float) -> bool:
+        """Put back the ranks of a side that this agent's workers hold, and what its buffers hold. Returns whether there
+        are any."""
+        mine = [
+            (entrance, member)
+            for (name, _, _), (entrance, member) in list(self.held.items())
+            if (name, entrance.side, entrance.serial) == (publication, side, serial)
+        ]
+        for entrance, member in mine:
+            await self.enter(entrance, member, timeout=timeout)
+        holder = f"{side}/{serial}"
+        if mine and ((publication, holder) in self.versions or (publication, holder) in self.puts):
+            await self.hold(publication, holder, timeout=timeout)
+        return bool(mine)
 
 
 def _held(held: HeldVersion) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from etha.bus.messages import (
     LeavePair,
     Ok,
     Publish,
+    Published,
     Register,
     Status,
     Subscribe,
@@ -93,9 +94,10 @@ class _Link(AgentLink):
             case BeginPut():
                 return self._bus.begin_put(message)
             case FinishPut():
+                announced = self._bus.finish_put(message)
                 if self.on_push is not None:
-                    self.on_push(self._bus.finish_put(message))
-                return Ok()
+                    self.on_push(announced)
+                return Published(seq=announced.seq)
             case DescribePublication(publication=publication):
                 return self._bus.describe(publication)
             case Subscribe():

@@ -43,6 +43,10 @@ class HopBuffer:
         assert not self.readers or self.seq == seq, f"a buffer that claims {sorted(self.readers)} read was written"
         self.seq = seq
 
+    def renumber(self, seq: int) -> None:
+        """The version that it holds whole has another number than the one that was meant."""
+        self.seq = seq
+
     def holds(self, seq: int) -> bool:
         """Whether a hop of version ``seq`` may begin to read it."""
         return self.seq == seq > 0

@@ -98,6 +98,19 @@ HOP_IDLE = 30.0
 _LAST_WORDS, _FORGET = 5.0, 30.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SetAside:
+    """A put of one rank that is set aside in a slot."""
+
+    number: int
+    slot: PutSlot
+    version: int | str | None
+
+
+class _NotHeldError(Exception):
+    """Redis has given a claim of a version that the buffer does not hold."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class LocalRank:
     """A rank of a side on this agent. ``session`` is None once its worker has left."""
@@ -121,6 +134,15 @@ class LocalRank:
     #: Of a publisher: the put that has a slot now, and why one has none yet; "" before Redis has answered.
     put: tuple[int, PutSlot] | None = None
     waits: str = ""
+    #: The put that it has set aside, until all ranks have.
+    announced: _SetAside | None = None
+
+    def may_hold(self, slot: int, seq: int) -> bool:
+        """Whether a buffer holds version ``seq``, or may, once its worker has said how its hop or its put has ended."""
+        if self.buffers[slot].holds(seq) or self.claim is not None or self.announced is not None:
+            return True
+        publishes, newest = self.entrance.role == "publisher", max(buffer.seq for buffer in self.buffers)
+        return publishes and self.session is not None and seq > newest
 
 
 @dataclass(slots=True)
@@ -201,6 +223,8 @@ class PublicationService:
         self._entered: dict[tuple[str, str, Role], tuple[LocalSide, LocalRank]] = {}
         #: Ranks that are about to: (publication, holder, role, side, rank).
         self._entering: set[tuple[str, RankHolder, Role, str, int]] = set()
+        #: What Redis has not heard yet: ranks that have left, by (publication, side, rank).
+        self._farewells: dict[tuple[str, str, int], EndableTask[None]] = {}
         self._leaving = False
 
     # ---- requests of workers ------------------------------------------------------------------
@@ -365,6 +389,9 @@ class PublicationService:
                 places=_places(message, bool(handles)),
             )
             async with store.changes(store.keys.publication_side(publication, side)) as changed:
+                # The same process may come again before Redis has heard that it has left.
+                while (farewell := self._farewells.get((publication, side, number))) is not None:
+                    await farewell.over.wait()
                 while True:
                     found = await store.publications.enter(entrance, session.holder, timeout=math.inf)
                     entered = True
@@ -377,7 +404,7 @@ class PublicationService:
             for segment in segments:
                 segment.close()
             if entered:
-                self._spawn(self._tell_left(publication, side, number, session.holder, "closed"))
+                self._say_left(publication, side, number, session.holder, "closed")
             raise
         finally:
             self._entering.discard(entering)
@@ -448,6 +475,7 @@ class PublicationService:
             self._spawn(self._follow(side))
             if role == "subscriber":
                 self._spawn(self._follow_versions(side))
+            self._store.publications.standing.add(key)
         side.ranks[rank.number] = rank
         self._entered[session.key, entrance.publication, role] = (side, rank)
         self._store.publications.held[entrance.publication, entrance.side, rank.number] = (entrance, session.holder)
@@ -461,17 +489,45 @@ class PublicationService:
         rank.session = None
         self._store.publications.held.pop((publication, side.name, rank.number), None)
         rank.claim = rank.asked = None
-        self._spawn(self._tell_left(publication, side.name, rank.number, rank.holder, reason))
+        side.notify()
+        self._say_left(publication, side.name, rank.number, rank.holder, reason, side)
         if role == "subscriber" and not side.attended:
             self._end_side(side)
         else:
             side.changed.set()
 
-    async def _tell_left(self, publication: str, side: str, rank: int, holder: RankHolder, reason: str) -> None:
-        try:
-            await self._store.publications.leave(publication, side, rank, holder, reason, timeout=_LAST_WORDS)
-        except EthaError as error:
-            outage(log, "publication %s: %s rank %d could not be taken out: %s", publication, side, rank, error)
+    def _say_left(
+        self, publication: str, name: str, rank: int, holder: RankHolder, reason: str, side: LocalSide | None = None
+    ) -> None:
+        """Tell Redis that a rank has left, however long Redis is away: others would be sent to its memory.
+
+        ``side``: what it has entered.
+        """
+        key = publication, name, rank
+
+        def over(task: EndableTask[None]) -> None:
+            if self._farewells.get(key) is task:
+                del self._farewells[key]
+            if task.error is not None:
+                text = "publication %s: %s rank %d could not be taken out: %s"
+                outage(log, text, publication, name, rank, task.error)
+
+        async def tell(before: EndableTask[None] | None) -> None:
+            if before is not None:
+                await before.over.wait()
+            timeout = _LAST_WORDS if self._leaving else math.inf
+            await self._store.publications.leave(publication, name, rank, holder, reason, timeout=timeout)
+            if side is not None and side.role == "subscriber":
+                await self._release_unread(side, timeout)
+
+        self._farewells[key] = EndableTask(self._spawn, tell(self._farewells.get(key)), over)
+
+    async def _release_unread(self, side: LocalSide, timeout: float) -> None:
+        """Take claims out of Redis that were given just before a side has left. Hops that read its memory go on."""
+        claims = await self._store.publications.claims(side.publication, side.holder, timeout=timeout)
+        for number, claim in claims.items():
+            if number not in side.reading():
+                await self._release(side, claim, f"{side.name} has left")
 
     async def _leave_roster(self, publication: str, side: str, rank: int) -> None:
         try:
@@ -484,16 +540,17 @@ class PublicationService:
     async def _begin_put(self, side: LocalSide, rank: LocalRank, message: BeginPut) -> SlotGiven:
         store, loop = self._store, asyncio.get_running_loop()
         patience, rank.waits = loop.time() + message.grace, ""
-        async with store.changes(store.keys.publication_side(side.publication, side.name), ticks=False) as changed:
+        async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
             while True:
                 found = await store.publications.prepare(
                     side.publication, side.name, side.serial, rank.number, message.number, timeout=math.inf
                 )
-                rank.waits = "another rank has not put the version before" if found.behind else "others read it"
+                rank.waits = (
+                    "another rank has not come, or not put the version before" if found.behind else "others read it"
+                )
                 buffer = rank.buffers[found.slot]
-                if found.ready or found.readers:
-                    buffer.clear()
                 if found.ready:
+                    buffer.clear()
                     break
                 unprotected = {reader.claim for reader in found.readers if not reader.protected}
                 left = patience - loop.time()
@@ -503,6 +560,12 @@ class PublicationService:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(waits, default=None)):
                         await changed()
+        if (
+            rank.announced is not None and side.world > 1
+        ):  # all ranks have come to that put, because this one has a slot
+            await self._announce_again(side, rank, rank.announced)
+        rank.announced = None
+        self._note_puts(side, message.number - 1)
         rank.put = (message.number, found)
         # Redis knows of no reader, so what still reads it here belongs to a claim that is over.
         await self._end_readers(side, rank, found.slot)
@@ -529,27 +592,62 @@ class PublicationService:
             side.hops[claim].task.end()
         await side.until(lambda: not buffer.readers)
 
-    async def _finish_put(self, side: LocalSide, rank: LocalRank, message: FinishPut) -> Ok:
-        publications = self._store.publications
+    async def _finish_put(self, side: LocalSide, rank: LocalRank, message: FinishPut) -> Published:
         number, found = rank.put or (0, None)
         if found is None or number != message.number:
             raise ProtocolError(f"publication {side.publication!r}: put {message.number} has no slot")
         rank.put = None
         rank.buffers[found.slot].fill(found.seq)
         side.notify()
-        await publications.announce(
+        rank.announced = put = _SetAside(number=number, slot=found, version=message.version)
+        try:
+            seq = await self._announce(side, rank, put)
+        except ConfigError:  # another rank has put another version
+            rank.announced = None
+            raise
+        side.seq = max(side.seq, found.seq)
+        self._remember(side, rank, found.slot, seq or found.seq, message.version)
+        return Published(seq=seq or found.seq)
+
+    async def _announce(self, side: LocalSide, rank: LocalRank, put: _SetAside) -> int:
+        """Tell Redis that a rank has set its part aside. Returns the version's seq once all have, else 0.
+
+        It is asked again after each wake-up until then, because a Redis that has lost its data needs to be told by all
+        ranks anew, and may give another seq than the one that was meant.
+        """
+        seq = await self._store.publications.announce(
             side.publication,
             side.name,
             side.serial,
             rank.number,
-            message.number,
-            found,
-            message.version,
+            put.number,
+            put.slot,
+            put.version,
             timeout=math.inf,
         )
-        side.seq = max(side.seq, found.seq)
-        self._remember(side, rank, found.slot, found.seq, message.version)
-        return Ok()
+        if seq and rank.announced is put:
+            rank.announced = None
+            self._note_puts(side, put.number)
+            buffer = rank.buffers[put.slot.slot]
+            if seq != put.slot.seq and buffer.seq == put.slot.seq:
+                buffer.renumber(seq)
+                self._remember(side, rank, put.slot.slot, seq, put.version)
+            side.notify()
+        return seq
+
+    async def _announce_again(self, side: LocalSide, rank: LocalRank, put: _SetAside) -> None:
+        try:
+            await self._announce(side, rank, put)
+        except RedisUnavailableError:
+            raise
+        except EthaError as error:  # not all ranks have come back yet, or this launch is over
+            log.debug("publication %s: put %d of %s: %s", side.publication, put.number, side.name, error)
+
+    def _note_puts(self, side: LocalSide, number: int) -> None:
+        """So many puts were announced: to put that back if Redis loses it."""
+        puts, key = self._store.publications.puts, (side.publication, side.holder)
+        if number > puts.get(key, 0):
+            puts[key] = number
 
     def _remember(self, side: LocalSide, rank: LocalRank, slot: int, seq: int, version: int | str | None) -> None:
         """Note what a side's buffers hold, to put it back if Redis loses it. The agent of rank 0 does."""
@@ -711,12 +809,12 @@ class PublicationService:
         rank.claim = rank.asked = None
         if rank.session is not None:
             rank.session.hops.pop(hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot), None)
+        side.notify()
         if not message.error:
             rank.links = [*(one for one in rank.links if one != claim.holder), claim.holder][-MAX_LINKS:]
             for slot, buffer in enumerate(rank.buffers):
                 buffer.fill(claim.seq)
                 self._remember(side, rank, slot, claim.seq, claim.version)
-            side.notify()
         if rank.number == 0 or message.error:
             self._spawn(self._release(side, claim, message.error))
 
@@ -747,6 +845,9 @@ class PublicationService:
 
     async def _look(self, side: LocalSide) -> None:
         publications = self._store.publications
+        for rank in list(side.ranks.values()):
+            if rank.announced is not None and rank.session is not None:
+                await self._announce_again(side, rank, rank.announced)
         if any(rank.buffers for rank in side.ranks.values()):
             claims = await publications.claims(side.publication, side.holder)
             if side.ended:
@@ -805,9 +906,20 @@ class PublicationService:
         """Take the claim out of Redis, so that its subscriber asks again."""
         text = f"{side.name} could not send: {error}"
         log.info("publication %s: the hop to %s has failed: %s", claim.publication, claim.subscriber, text)
-        if not isinstance(error, EthaError):
+        if not isinstance(error, EthaError | _NotHeldError):
             log.error("publication %s: a hop has failed, a bug of Etha", claim.publication, exc_info=error)
-        self._spawn(self._release(side, claim, text))
+        self._spawn(self._give_up(side, claim, text, correct=isinstance(error, _NotHeldError)))
+
+    async def _give_up(self, side: LocalSide, claim: SourceClaim, text: str, *, correct: bool) -> None:
+        """``correct``: first say in Redis what the buffers hold, or the next claim would be the same."""
+        if correct:
+            try:
+                await self._store.publications.forget(side.publication, side.holder)
+                if not side.ended:
+                    await self._store.publications.hold(side.publication, side.holder)
+            except EthaError as error:
+                outage(log, "publication %s: %s could not be corrected: %s", side.publication, side.holder, error)
+        await self._release(side, claim, text)
 
     async def _hop(self, side: LocalSide, claim: SourceClaim) -> None:
         """Send a version from all ranks here."""
@@ -822,7 +934,9 @@ class PublicationService:
 
         async def ready() -> None:
             # The worker of a subscriber may not have said yet that it holds what the others of its side hold.
-            await side.until(lambda: buffer.holds(claim.seq))
+            await side.until(lambda: buffer.holds(claim.seq) or not rank.may_hold(claim.slot, claim.seq))
+            if not buffer.holds(claim.seq):
+                raise _NotHeldError(f"rank {rank.number} does not hold version {claim.seq} whole any more")
             buffer.readers.add(claim.number)
 
         try:
@@ -876,7 +990,10 @@ class PublicationService:
         side.ended = True
         side.changed.set()
         self._sides.pop((side.publication, side.holder), None)
-        self._store.publications.versions.pop((side.publication, side.holder), None)
+        key = side.publication, side.holder
+        self._store.publications.versions.pop(key, None)
+        self._store.publications.puts.pop(key, None)
+        self._store.publications.standing.discard(key)
         self._spawn(self._close_side(side))
 
     async def _close_side(self, side: LocalSide) -> None:

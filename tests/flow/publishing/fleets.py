@@ -139,18 +139,18 @@ class Publisher:
 
     async def put(self, version: int, **options: Any) -> etha.PublishedVersion:
         """Put the tensors of ``version`` on all ranks, and overwrite them as soon as that is allowed."""
-
-        async def one(rank: int) -> etha.PublishedVersion:
-            for name, tensor in self.cut.held(self.fleet.shapes, version, rank).items():
-                self.tensors[rank][name].copy_(tensor)
-            found = await self.publications[rank].put(version, **options)
-            for tensor in self.tensors[rank].values():
-                tensor.fill_(99)
-            return found
-
-        found = await asyncio.gather(*map(one, range(self.cut.world)))
+        found = await asyncio.gather(*(self.put_rank(rank, version, **options) for rank in range(self.cut.world)))
         assert len(set(found)) == 1, found
         return found[0]
+
+    async def put_rank(self, rank: int, version: int, **options: Any) -> etha.PublishedVersion:
+        """The same on one rank."""
+        for name, tensor in self.cut.held(self.fleet.shapes, version, rank).items():
+            self.tensors[rank][name].copy_(tensor)
+        found = await self.publications[rank].put(version, **options)
+        for tensor in self.tensors[rank].values():
+            tensor.fill_(99)
+        return found
 
     async def close(self) -> None:
         await asyncio.gather(*(one.close() for one in self.publications))

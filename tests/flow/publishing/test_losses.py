@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import etha
+from etha.client.subscription import HOP_START
+from etha.store.keys import AGENT_LEASE
 from tests.flow.jobs import Job
 from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.publishing.lives import publisher, replica
@@ -158,3 +162,51 @@ async def test_a_replica_s_agent_is_killed_while_it_serves(rough: Site, pair: st
         assert (await other.next()).version == 2
         with pytest.raises(etha.AgentLostError, match="subscribe again"):
             await serving.subscriptions[0].next()
+
+
+@pytest.mark.ways("tcp", "local")
+async def test_a_replica_that_leaves_before_a_hop_from_it_has_begun(
+    site: Site, pair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was sent to it is told at once, and asks somebody else."""
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        serving = await fleet.subscribe("serving", Cut(), atomic=True)
+        other = await fleet.subscribe("other", Cut(), serve=False)
+        await asyncio.gather(serving.next(), trainer.put(1, wait=1))
+        (client,) = other.clients
+        join, sources = client.join_hop, []
+
+        async def join_late(name: str, defaults: Any, side: str, remote: str, *, timeout: float) -> Any:
+            sources.append(remote)
+            if remote == "serving":
+                await serving.close()
+            return await join(name, defaults, side, remote, timeout=timeout)
+
+        monkeypatch.setattr(client, "join_hop", join_late)
+        assert (await other.next(timeout=HOP_START - 5)).source == "trainer"
+        assert sources == ["serving", "trainer"]
+
+
+@pytest.mark.ways("tcp")
+async def test_the_agent_of_one_rank_is_killed(rough: Site, pair: str) -> None:
+    """The other ranks of its side, which wait behind other agents, are told, also in a call without a deadline."""
+
+    def where(side: str, rank: int) -> str:
+        return "ab"[rank]
+
+    async with Fleet(rough, pair, SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(Cut(world=2, dims={"w": 0}))
+        replica = await fleet.subscribe("replica", Cut(world=2, dims={"w": 0}), atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        waiting = asyncio.ensure_future(replica.subscriptions[0].next(timeout=math.inf))
+        ahead = asyncio.ensure_future(trainer.put_rank(0, 2))
+        await asyncio.wait({ahead})
+        behind = asyncio.ensure_future(trainer.publications[0].put(3, timeout=math.inf))
+        os.kill((await replica.clients[1].status())["agent"]["pid"], signal.SIGKILL)
+        async with asyncio.timeout(3 * AGENT_LEASE):
+            with pytest.raises(etha.PeerLostError, match=r"the agent of rank 1 of replica .* does not answer"):
+                await waiting
+            with pytest.raises(etha.PeerLostError, match=r"the agent of rank 1 of trainer .* does not answer"):
+                await behind

@@ -1,0 +1,228 @@
+"""Redis is away, comes back empty, or comes back as it was: hops end well, and afterwards everything goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import etha
+from etha.store.registry import Store
+from tests.flow.conftest import forget_environment
+from tests.flow.publishing.fleets import Cut, Fleet
+from tests.flow.sites import Site, open_site
+from tests.flow.ways import Way
+from tests.unit.store.server import Server, served
+
+SHAPES = {"w": (64, 33), "b": (7,)}
+ROWS, COLUMNS = Cut(world=2, dims={"w": 0}), Cut(world=2, dims={"w": 1})
+#: Seconds within which a subscriber has a version: less than ``HOP_START``, for which it waits for a source in vain.
+SOON = 15.0
+
+pytestmark = pytest.mark.slow
+
+
+class Disk:
+    """What a server has written, which comes back when it is started again."""
+
+    def __init__(self, server: Server, directory: Path) -> None:
+        self.server = server
+        self._now, self._backup = directory / "appendonlydir", directory / "backup"
+
+    def lose(self) -> None:
+        """The server comes back with nothing."""
+        self.server.stop()
+        shutil.rmtree(self._now)
+        self.server.start()
+
+    def back_up(self) -> None:
+        shutil.copytree(self._now, self._backup)
+
+    def restore(self) -> None:
+        """The server comes back as it was backed up."""
+        self.server.stop()
+        shutil.rmtree(self._now)
+        shutil.copytree(self._backup, self._now)
+        self.server.start()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    with served(tmp_path, "--appendonly", "yes", "--appendfsync", "always") as server:
+        yield Disk(server, tmp_path)
+
+
+@pytest.fixture
+def home(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """Two hosts whose Redis the test stops."""
+    forget_environment(monkeypatch)
+    with open_site(Way.TCP, disk.server.url) as site:
+        yield site
+
+
+async def until_newest(server: Server, publication: str, seq: int) -> None:
+    """Wait until Redis says that ``seq`` is the newest version."""
+    async with (
+        asyncio.timeout(30),
+        await Store.open(server.url, "default", timeout=10) as store,
+        store.changes(store.keys.publication(publication)) as changed,
+    ):
+        while await store.publications.newest(publication) != seq:
+            await changed()
+
+
+async def test_a_hop_ends_well_without_redis_and_afterwards_everything_goes_on(home: Site, disk: Disk) -> None:
+    async with Fleet(home, "p", {"w": (16 << 20,)}) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(), atomic=True)
+        await trainer.put(1)
+        (subscription,) = replica.subscriptions
+        stopped: list[int] = []
+
+        def stop(done: int, total: int) -> None:
+            if not stopped:
+                stopped.append(done)
+                disk.server.stop()
+
+        assert (await subscription.next(progress=stop)).version == 1
+        replica.check(1)
+        assert stopped
+        with pytest.raises(etha.RedisUnavailableError):
+            await trainer.put(2, timeout=0.5)
+        with pytest.raises(etha.RedisUnavailableError):
+            await subscription.next(timeout=0.5)
+        disk.server.start()
+        await trainer.put(3)
+        assert (await replica.next(timeout=SOON)).version == 3
+
+
+async def test_a_replica_that_leaves_while_redis_is_away_is_no_source_afterwards(home: Site, disk: Disk) -> None:
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first = await fleet.subscribe("first", COLUMNS, atomic=True)
+        second = await fleet.subscribe("second", Cut(), serve=False)
+        await trainer.put(1)
+        await first.next()
+        disk.server.stop()
+        await first.close()
+        with pytest.raises(etha.RedisUnavailableError):  # for longer than an agent that leaves would wait
+            await second.subscriptions[0].next(timeout=7)
+        disk.server.start()
+        assert (await second.next(timeout=SOON)).source == "trainer"
+
+
+async def test_a_rank_that_leaves_and_comes_again_while_redis_is_away(home: Site, disk: Disk) -> None:
+    """What Redis hears last is that it has come."""
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first = await fleet.subscribe("first", Cut(), atomic=True)
+        await trainer.put(1)
+        await first.next()
+        disk.server.stop()
+        await first.close()
+        (client,), held = first.clients, Cut().held(SHAPES, 0, 0)
+        again = asyncio.ensure_future(
+            client.subscribe("p", held, subscriber="first", atomic=True, timeout=60, **fleet._options(Cut(), 0))
+        )
+        await client.status()
+        disk.server.start()
+        subscription = await again
+        assert (await subscription.next(timeout=SOON)).version == 1
+        await trainer.put(2)
+        assert (await subscription.next(timeout=SOON)).version == 2
+
+
+async def test_redis_is_emptied_while_a_rank_has_put_a_version_and_another_has_not(home: Site, disk: Disk) -> None:
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        await trainer.put_rank(1, 2)
+        disk.lose()
+        await trainer.put_rank(0, 2, timeout=30)
+        assert (await replica.next(timeout=30)).version == 2
+        assert (await trainer.put(3, timeout=30)).seq == 3
+        assert (await replica.next(timeout=30)).version == 3
+
+
+async def test_a_publisher_that_is_launched_before_the_replicas_are_back_in_an_empty_redis(
+    home: Site, disk: Disk
+) -> None:
+    """Its first version gets a greater number than was meant when its slot was given."""
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        for version in (1, 2, 3):
+            await trainer.put(version)
+        await replica.next()
+        await trainer.close()
+        pid = (await replica.clients[0].status())["agent"]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            disk.lose()
+            again = await fleet.publish(ROWS)
+            assert (await again.put_rank(1, 4)).seq == 1
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until_newest(disk.server, "p", 3)
+        assert (await again.put_rank(0, 4)).seq == 4
+        update = await replica.next(timeout=30)
+        assert (update.seq, update.version, update.source) == (4, 4, "trainer")
+        assert (await again.put(5, timeout=30)).seq == 5
+        assert (await replica.next(timeout=30)).version == 5
+
+
+async def test_a_backup_that_lists_a_replica_which_has_left_since(home: Site, disk: Disk) -> None:
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        first = await fleet.subscribe("first", COLUMNS, atomic=True)
+        second = await fleet.subscribe("second", Cut(), atomic=True)
+        await trainer.put(1)
+        await first.next()
+        disk.back_up()
+        await first.close()
+        disk.restore()
+        assert (await second.next(timeout=SOON)).source == "trainer"
+        await trainer.put(2)
+        assert (await second.next(timeout=SOON)).version == 2
+
+
+async def test_a_backup_in_which_a_rank_has_not_put_what_all_have_put_since(home: Site, disk: Disk) -> None:
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        await trainer.put(1)
+        await trainer.put_rank(0, 2)
+        disk.back_up()
+        await trainer.put_rank(1, 2)
+        await trainer.put(3)
+        await replica.next()
+        disk.restore()
+        assert (await trainer.put(4, timeout=30)).seq == 4
+        assert (await replica.next(timeout=30)).version == 4
+
+
+async def test_a_publisher_on_two_hosts_serves_what_it_has_from_an_empty_redis(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its two agents put back their ranks one after the other."""
+    forget_environment(monkeypatch)
+    with open_site(Way.THREE, disk.server.url) as site:
+        async with Fleet(site, "p", SHAPES) as fleet:
+            trainer = await fleet.publish(ROWS)
+            await trainer.put(1)
+            pid = (await trainer.clients[1].status())["agent"]["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                disk.lose()
+                await until_newest(disk.server, "p", 1)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            late = await fleet.subscribe("late", COLUMNS, serve=False)
+            assert (await late.next(timeout=30)).version == 1
