@@ -243,6 +243,8 @@ class RedisConnection:
     ) -> None:
         self.url = url
         self.patient = patient
+        #: Why the last try failed; "" once one has succeeded since.
+        self.trouble = ""
         self._on_trouble = on_trouble
         self._prefix = prefix
         self._revive = revive
@@ -276,7 +278,9 @@ class RedisConnection:
                     began = loop.time()
                     async with asyncio.timeout(TRY_TIMEOUT):
                         with translated(self._at, what):
-                            return await work(self._client)
+                            found = await work(self._client)
+                self.trouble = ""
+                return found
             except ClusterMoved as moved:
                 cause, moves = str(moved), moves + 1
                 self._use(with_host(self._at, moved.host, moved.port))
@@ -293,6 +297,8 @@ class RedisConnection:
                     cause = NO_ANSWER
                 self._use(self.url)
             left = deadline - loop.time()
+            if cause != NO_ANSWER or loop.time() - began >= TRY_TIMEOUT:
+                self.trouble = cause
             if left <= 0:
                 raise RedisUnavailableError(
                     f"Redis at {redact(self.url)} could not be reached within {timeout:g} s to {what}: {cause}"

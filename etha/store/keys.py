@@ -336,7 +336,7 @@ TABLE: tuple[KeyKind, ...] = (
             "pending": "JSON list of what its buffers hold, put back while ranks are missing after Redis has lost "
             "them, or empty",
             "put": "of the publisher: JSON object of the put that runs: put, seq, slot, labels of the ranks that have "
-            "set it aside",
+            "set it aside, kept (the version that its slot held), given (a rank may write there)",
             "RANK": "JSON object: agent, host, name, pid, start",
         },
         doc="The publisher or one subscriber. A wake-up means that a claim was granted, that readers of its buffers "

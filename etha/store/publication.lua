@@ -564,6 +564,16 @@ local function retired_text(side, launch)
 end
 
 -- A launch of a side is over.
+-- A put takes the version out of its slot. Until a rank writes there it can be put back.
+local function put_back(id, put)
+  local h = holder(id)
+  local s = h and h.slots[put.slot + 1]
+  if s and s.seq == 0 and put.kept and put.kept.seq > 0 then
+    s.seq, s.version, s.description, s.children, s.from = put.kept.seq, put.kept.version, put.kept.description, {}, nil
+    index(id)
+  end
+end
+
 local function end_side(side, S, reason, text)
   local id = side .. '/' .. S.serial
   retired[#retired + 1] = {side .. '/' .. S.launch, text, number(S.serial)}
@@ -573,6 +583,8 @@ local function end_side(side, S, reason, text)
   local h = holder(id)
   if S.role == 'publisher' then
     if h then
+      local put = (S.put or '') ~= '' and object(S.put)
+      if put and not put.given then put_back(id, put) end
       local newest = 0
       for _, s in ipairs(h.slots) do newest = math.max(newest, s.seq) end
       for _, s in ipairs(h.slots) do if s.seq > 0 and s.seq < newest then clear(id, s) end end

@@ -1,5 +1,6 @@
 -- What the publisher does. KEYS: publication. req.act:
 -- prepare: which slot a rank may write. Answers {slot, seq, ready, behind, readers, wait (ms)}.
+-- abandon: the only rank has given a put up before it wrote anything. Its slot holds what it held.
 -- announce: a rank has set its part aside. Answers the seq once all have, 0 before.
 -- hold: an agent says what the buffers of a side hold and how many puts are over, after Redis has lost it.
 local S, refused = current_side(req.side, req.serial)
@@ -61,6 +62,18 @@ h = h or add_holder(req.side, S, ranks)
 local put = S.put ~= '' and object(S.put) or nil
 local function save() redis.call('HSET', side_key(req.side), 'put', put and json(put) or '') end
 
+if req.act == 'abandon' then
+  lapse()
+  if put and put.put == req.put and number(S.world) == 1 then
+    put_back(id, put)
+    put = nil
+    save()
+  end
+  match()
+  finish()
+  return ok(true)
+end
+
 if req.act == 'prepare' then
   lapse()
   if put and put.put < req.put and number(S.world) == 1 then
@@ -81,11 +94,19 @@ if req.act == 'prepare' then
       if not b or (s.used == 0 and b.used > 0) or ((s.used == 0) == (b.used == 0) and s.seq < b.seq) then best = i end
     end
     put = {put = req.put, seq = number(P.seq) + 1, slot = best - 1, labels = {}}
-    if h.slots[best].seq > 0 then clear(id, h.slots[best]) end
+    local s = h.slots[best]
+    if s.seq > 0 then
+      put.kept = {seq = s.seq, version = s.version, description = s.description}
+      clear(id, s)
+    end
     index(id)
     save()
   end
   local s, readers = h.slots[put.slot + 1], {}
+  if s.used == 0 and not put.given then
+    put.given = true
+    save()
+  end
   if s.used > 0 then
     local flat = redis.call('HGETALL', part('claims'))
     for i = 1, #flat, 2 do

@@ -202,6 +202,16 @@ class Publications:
         answer = await self._script("publication_put", publication, request, timeout)
         return PutSlot.read(self._keys.publication(publication), answer)
 
+    async def abandon(
+        self, publication: str, side: str, serial: int, rank: int, put: int, *, timeout: float | None = None
+    ) -> None:
+        """Give put number ``put`` up, of which nothing was written: the slot holds the version that it held.
+
+        Of several ranks nothing happens, because the others may go on with the put.
+        """
+        request = {"act": "abandon", "side": side, "serial": serial, "rank": rank, "put": put}
+        await self._script("publication_put", publication, request, timeout)
+
     async def announce(
         self,
         publication: str,

@@ -99,6 +99,11 @@ class Store:
         """The URL of the connection without its password."""
         return redact(self._session.connection.url)
 
+    @property
+    def trouble(self) -> str:
+        """Why Redis could not be reached when it was last tried; "" if it could."""
+        return self._session.connection.trouble
+
     async def close(self) -> None:
         """End the tasks and connections. What was published stays until it is withdrawn or its lease ends."""
         task, self._task = self._task, None

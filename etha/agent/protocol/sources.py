@@ -18,6 +18,8 @@ against each other. It is written down here so that every order of events can be
    may have been written to some of them only.
 7. A claim whose lease has ended gives its place back. Its hop may go on, and counts if it commits before the subscriber
    asks again. The last version of a publisher that has died is kept until another holder has all of it.
+8. A put takes the version out of its slot at once, so that nobody new reads it. If no rank has written there when the
+   put is given up, or its publisher ends, the slot holds that version again.
 """
 
 from __future__ import annotations
@@ -146,11 +148,14 @@ class Subscriber:
 
 @dataclass(slots=True, kw_only=True)
 class RunningPut:
-    """The put for which the publisher's ranks write a slot."""
+    """The put for which the publisher's ranks write a slot. Until one does, the slot's version can be put back."""
 
     put: int
     slot: int
     seq: int
+    #: (seq, label) that its slot held, and whether a rank was told that it may write there.
+    kept: tuple[int, str] = (0, "")
+    given: bool = False
 
 
 class Sources:
@@ -226,6 +231,8 @@ class Sources:
         if side == self.publisher_side:
             one = self.holders.get(self.publisher)
             if one is not None:
+                if self.put is not None and not self.put.given:
+                    self._put_back()
                 newest = one.newest
                 for slot in one.slots:
                     if 0 < slot.seq < newest:
@@ -250,11 +257,22 @@ class Sources:
         one = self.holders[self.publisher]
         if self.put is None:
             number = min((slot.used > 0, slot.seq, number) for number, slot in enumerate(one.slots))[2]
-            if one.slots[number].seq:
-                self._clear(one.name, one.slots[number])
-            self.put = RunningPut(put=self.puts + 1, slot=number, seq=self.seq + 1)
+            slot = one.slots[number]
+            self.put = RunningPut(put=self.puts + 1, slot=number, seq=self.seq + 1, kept=(slot.seq, slot.label))
+            if slot.seq:
+                self._clear(one.name, slot)
+        ready = not one.slots[self.put.slot].used
+        self.put.given = self.put.given or ready
         self._match()
-        return self.put.slot, not one.slots[self.put.slot].used
+        return self.put.slot, ready
+
+    def abandon(self) -> None:
+        """The only rank has given the put up before it wrote anything: the slot holds what it held."""
+        self._lapse()
+        if self.put is not None:
+            self._put_back()
+            self.put = None
+        self._match()
 
     def announce(self, label: str = "") -> int:
         """The put is set aside. Returns its seq."""
@@ -522,6 +540,12 @@ class Sources:
             mine = self.subscribers.get(hop.subscriber)
             if mine is not None and mine.serial == hop.serial:
                 mine.over = hop.call
+
+    def _put_back(self) -> None:
+        one = self.holders.get(self.publisher)
+        if one is not None and self.put is not None:
+            slot = one.slots[self.put.slot]
+            slot.seq, slot.label = self.put.kept
 
     def _clear(self, name: str, slot: HolderSlot) -> None:
         origin = self.holders.get(slot.origin)

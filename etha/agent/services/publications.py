@@ -92,6 +92,8 @@ FAN_OUT = 2
 MAX_SOURCES, MAX_LINKS = 64, 4
 #: Seconds for which a subscriber prefers to wait for others than the holders that have just failed it.
 AVOIDED = 1.0
+#: Seconds after which a Redis that has not answered counts as unavailable.
+PATIENCE = 1.0
 #: Seconds after a claim for which it is kept although no transfer runs.
 HOP_IDLE = 30.0
 #: Seconds that Redis is given to hear that a side has left, and that all have to leave a pair before it is removed.
@@ -241,10 +243,13 @@ class PublicationService:
                 self._enter(session, request, message, "subscriber", message.subscriber)
             case BeginPut() as message:
                 side, rank = self._find(session, message.publication, "publisher")
-                self._answer(session, request, self._begin_put(side, rank, message), lambda: _slot_late(side, rank))
+                unanswered = self._unanswered(f"put of publication {side.publication!r}")
+                work = self._begin_put(side, rank, message)
+                self._answer(session, request, work, lambda: _slot_late(side, rank, unanswered))
             case FinishPut() as message:
                 side, rank = self._find(session, message.publication, "publisher")
-                self._answer(session, request, self._finish_put(side, rank, message), lambda: _redis_late(side))
+                late = self._unanswered(f"put of publication {side.publication!r}")
+                self._answer(session, request, self._finish_put(side, rank, message), late)
             case WaitHeld() as message:
                 side, _ = self._find(session, message.publication, "publisher")
                 self._answer(session, request, self._wait_held(side, message), _held_late(side, message))
@@ -253,7 +258,8 @@ class PublicationService:
                 self._answer(session, request, self._wait_holders(side, message), _holders_late(side, message))
             case GetSubscribers(publication=publication):
                 side, _ = self._find(session, publication, "publisher")
-                self._answer(session, request, self._subscribers(side), lambda: _redis_late(side))
+                late = self._unanswered(f"subscribers of publication {publication!r}")
+                self._answer(session, request, self._subscribers(side), late)
             case ClaimVersion() as message:
                 side, rank = self._find(session, message.publication, "subscriber")
                 self._claim(session, request, side, rank, message)
@@ -538,20 +544,44 @@ class PublicationService:
     # ---- puts ---------------------------------------------------------------------------------------
 
     async def _begin_put(self, side: LocalSide, rank: LocalRank, message: BeginPut) -> SlotGiven:
+        held: tuple[HopBuffer, int] | None = None
+        try:
+            found = await self._until_ready(side, rank, message)
+            buffer = rank.buffers[found.slot]
+            held = (buffer, buffer.seq)
+            buffer.clear()
+            if rank.announced is not None and side.world > 1:
+                # All ranks have come to that put, because this one has a slot.
+                await self._announce_again(side, rank, rank.announced)
+            rank.announced = None
+            self._note_puts(side, message.number - 1)
+            # Redis knows of no reader, so what still reads it here belongs to a claim that is over.
+            await self._end_readers(side, rank, found.slot)
+        except BaseException:  # the worker has not written: others may have the version on
+            if held is not None:
+                held[0].seq = held[1]
+                side.notify()
+            if side.world == 1:
+                self._spawn(self._abandon(side, rank, message.number))
+            raise
+        rank.put = (message.number, found)
+        return SlotGiven(slot=found.slot, seq=found.seq)
+
+    async def _until_ready(self, side: LocalSide, rank: LocalRank, message: BeginPut) -> PutSlot:
+        """The slot for a put, once nobody reads it. Its version may be read on until then."""
         store, loop = self._store, asyncio.get_running_loop()
         patience, rank.waits = loop.time() + message.grace, ""
         async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
             while True:
-                found = await store.publications.prepare(
-                    side.publication, side.name, side.serial, rank.number, message.number, timeout=math.inf
-                )
+                async with side.order:
+                    found = await store.publications.prepare(
+                        side.publication, side.name, side.serial, rank.number, message.number, timeout=math.inf
+                    )
                 rank.waits = (
                     "another rank has not come, or not put the version before" if found.behind else "others read it"
                 )
-                buffer = rank.buffers[found.slot]
                 if found.ready:
-                    buffer.clear()
-                    break
+                    return found
                 unprotected = {reader.claim for reader in found.readers if not reader.protected}
                 left = patience - loop.time()
                 if unprotected and left <= 0:
@@ -560,16 +590,22 @@ class PublicationService:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(min(waits, default=None)):
                         await changed()
-        if (
-            rank.announced is not None and side.world > 1
-        ):  # all ranks have come to that put, because this one has a slot
-            await self._announce_again(side, rank, rank.announced)
-        rank.announced = None
-        self._note_puts(side, message.number - 1)
-        rank.put = (message.number, found)
-        # Redis knows of no reader, so what still reads it here belongs to a claim that is over.
-        await self._end_readers(side, rank, found.slot)
-        return SlotGiven(slot=found.slot, seq=found.seq)
+
+    async def _abandon(self, side: LocalSide, rank: LocalRank, number: int) -> None:
+        try:
+            async with side.order:
+                await self._store.publications.abandon(
+                    side.publication, side.name, side.serial, rank.number, number, timeout=math.inf
+                )
+        except EthaError as error:
+            outage(
+                log,
+                "publication %s: put %d of %s could not be given up: %s",
+                side.publication,
+                number,
+                side.name,
+                error,
+            )
 
     def _cut(self, side: LocalSide, claims: set[int]) -> None:
         """End hops whose slot a put needs."""
@@ -721,7 +757,10 @@ class PublicationService:
                 avoid=tuple(sorted({rank.sources[claim] for claim in message.avoid if claim in rank.sources})),
             )
         )
-        self._answer(session, request, self._claiming(side, rank, asking), lambda: _claim_late(side, asking))
+        unanswered = self._unanswered(f"{side.name}, which asked for a version of publication {side.publication!r},")
+        self._answer(
+            session, request, self._claiming(side, rank, asking), lambda: _claim_late(side, asking, unanswered)
+        )
 
     async def _claiming(self, side: LocalSide, rank: LocalRank, asking: _Asking) -> VersionClaimed:
         store = self._store
@@ -1010,6 +1049,20 @@ class PublicationService:
 
     # ---- answers -------------------------------------------------------------------------------------
 
+    def _unanswered(self, what: str) -> Callable[[], EthaError]:
+        """The error of a call whose deadline comes before Redis has answered. A short deadline says nothing about
+        Redis."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+
+        def late() -> EthaError:
+            text, trouble = f"{what} ended at its deadline before Redis had answered", self._store.trouble
+            if trouble or loop.time() - begun >= PATIENCE:
+                return RedisUnavailableError(f"{text}: {trouble}" if trouble else text)
+            return TransferTimeoutError(f"{text}: give it a longer timeout", outcome="withdrawn")
+
+        return late
+
     def _answer(
         self,
         session: WorkerSession,
@@ -1065,16 +1118,13 @@ def _close_all(segments: tuple[StandingSegment, ...]) -> None:
         segment.close()
 
 
-def _slot_late(side: LocalSide, rank: LocalRank) -> EthaError:
-    what = f"put of publication {side.publication!r} ended at its deadline before"
+def _slot_late(side: LocalSide, rank: LocalRank, unanswered: Callable[[], EthaError]) -> EthaError:
     if not rank.waits:
-        return RedisUnavailableError(f"{what} Redis had answered")
-    return TransferTimeoutError(f"{what} {side.name} rank {rank.number} had a slot: {rank.waits}", outcome="withdrawn")
-
-
-def _redis_late(side: LocalSide) -> EthaError:
-    return RedisUnavailableError(
-        f"a call of publication {side.publication!r} ended at its deadline before Redis had answered"
+        return unanswered()
+    return TransferTimeoutError(
+        f"put of publication {side.publication!r} ended at its deadline before {side.name} rank {rank.number} had a "
+        f"slot: {rank.waits}",
+        outcome="withdrawn",
     )
 
 
@@ -1102,13 +1152,10 @@ def _holders_late(side: LocalSide, message: WaitHolders) -> Callable[[], EthaErr
     )
 
 
-def _claim_late(side: LocalSide, asking: _Asking) -> EthaError:
+def _claim_late(side: LocalSide, asking: _Asking, unanswered: Callable[[], EthaError]) -> EthaError:
     request, answer = asking.request, asking.answer
     if answer is None:
-        return RedisUnavailableError(
-            f"{side.name} asked for a version of publication {side.publication!r}, and its deadline came before Redis "
-            f"had answered"
-        )
+        return unanswered()
     if request.version is not None:
         why = f"nobody who holds version {json.dumps(request.version)} had a free place"
     elif answer.seq <= request.newer_than:

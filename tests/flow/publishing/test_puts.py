@@ -15,7 +15,9 @@ from torch.distributed.tensor import Replicate
 import etha
 from etha.store.keys import CLAIM_LEASE
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
-from tests.flow.sites import Site
+from tests.flow.sites import Site, open_site
+from tests.flow.ways import Way
+from tests.unit.store.server import served
 
 SHAPES = {"w": (64, 33), "b": (7,)}
 ROWS, COLUMNS = Cut(world=2, dims={"w": 0}), Cut(world=2, dims={"w": 1})
@@ -192,3 +194,51 @@ async def test_a_rate_that_is_none(site: Site, pair: str, rate: object) -> None:
     async with Fleet(site, pair, SHAPES) as fleet:
         with pytest.raises(etha.ConfigError, match=r"max_rate=.* must be bytes per second"):
             await fleet.publish(ROWS, max_rate=rate)
+
+
+@pytest.mark.ways("tcp")
+async def test_a_put_that_ends_at_its_deadline_takes_no_version_away(site: Site, pair: str) -> None:
+    """The only slot is read by a subscriber that is stuck. The put gives up, and others still get the version."""
+    async with Fleet(site, pair, SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(Cut(), slots=1, fan_out=2)
+        slow = await fleet.subscribe("slow", COLUMNS, atomic=True)
+        waiting = asyncio.ensure_future(slow.next())
+        await asyncio.gather(*(client.status() for client in slow.clients))
+        async with frozen(slow):
+            await trainer.put(1)
+            with pytest.raises(etha.TransferTimeoutError, match="had a slot: others read it"):
+                await trainer.publications[0].put(2, grace=60, timeout=0.5)
+            quick = await fleet.subscribe("quick", Cut(), serve=False)
+            assert (await quick.next(timeout=20)).version == 1
+        assert (await waiting).version == 1
+        assert (await trainer.put(3)).seq == 2
+        assert (await quick.next()).version == 3
+
+
+@pytest.mark.ways("local")
+async def test_no_time_at_all_is_a_deadline_and_no_outage_of_redis(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(), serve=False)
+        await trainer.put(1)
+        for call in (replica.subscriptions[0].next, trainer.publications[0].put, trainer.publications[0].subscribers):
+            with pytest.raises(etha.TransferTimeoutError, match="ended at its deadline"):
+                await call(timeout=0)
+        await trainer.put(2)
+        assert (await replica.next()).version == 2
+
+
+async def test_a_redis_that_is_stopped_is_an_outage(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with served(tmp_path_factory.mktemp("r")) as server, open_site(Way.TCP, server.url) as site:
+        async with Fleet(site, "policy", SHAPES, where=lambda side, rank: "a") as fleet:
+            trainer = await fleet.publish(Cut())
+            replica = await fleet.subscribe("replica", Cut(), serve=False)
+            server.signal(signal.SIGSTOP)
+            try:
+                for call in (trainer.publications[0].put, replica.subscriptions[0].next):
+                    with pytest.raises(etha.RedisUnavailableError, match="before Redis had answered"):
+                        await call(timeout=2)
+            finally:
+                server.signal(signal.SIGCONT)
+            await trainer.put(2)
+            assert (await replica.next()).version == 2

@@ -96,10 +96,11 @@ async def test_calls_wait_through_an_outage(server: Server, store: Store) -> Non
     waiting = asyncio.ensure_future(store.event("after the outage", timeout=math.inf))
     with pytest.raises(RedisUnavailableError, match=r"could not be reached within 0\.3 s to read"):
         await store.pairs.get("w", timeout=0.3)
-    assert not waiting.done()
+    assert not waiting.done() and "no server listens" in store.trouble
     server.start()
     async with asyncio.timeout(5):
         await waiting
+    assert store.trouble == ""
     assert "after the outage" in [fields["kind"] for _, fields in await store.events()]
 
 

@@ -236,6 +236,39 @@ async def test_with_two_slots_a_put_never_waits_and_with_one_it_names_who_reads(
     assert (again.seq, again.version, again.protected) == (2, 2, True), "a hop that was ended once is not ended again"
 
 
+async def test_a_put_that_is_given_up_takes_no_version_away(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0, places=4, slots=1)
+    for number in range(3):
+        await fleet.enter(f"r{number}", 1 + number)
+    await fleet.put("first")
+    reads = await fleet.claim("r0")
+    serial = fleet.sides["trainer"].serial
+    assert not (await fleet.publications.prepare("p", "trainer", serial, 0, 2)).ready
+    assert (await fleet.ask("r1")).claim is None, "nobody new reads what a put waits for"
+    await fleet.publications.abandon("p", "trainer", serial, 0, 1)  # another put
+    assert (await fleet.ask("r1", again=True)).claim is None
+    await fleet.publications.abandon("p", "trainer", serial, 0, 2)
+    assert (await fleet.claim("r1", again=True)).version == "first"
+    await fleet.fail(reads)
+    assert not (await fleet.publications.prepare("p", "trainer", serial, 0, 3)).ready
+    await fleet.publications.leave("p", "trainer", 0, process(0), "died")
+    assert (await fleet.claim("r2")).version == "first", "the publisher died before it had written anything"
+
+
+async def test_a_slot_that_a_rank_may_write_is_not_read_again(fleet: Fleet) -> None:
+    for rank in range(2):
+        side = await fleet.enter("trainer", rank, rank=rank, world=2, slots=1)
+    await fleet.enter("r", 2)
+    put = fleet.publications
+    for rank in range(2):
+        slot = await put.prepare("p", "trainer", side.serial, rank, 1)
+        await put.announce("p", "trainer", side.serial, rank, 1, slot, None)
+    assert (await put.prepare("p", "trainer", side.serial, 0, 2)).ready
+    await put.abandon("p", "trainer", side.serial, 1, 2)
+    await put.leave("p", "trainer", 0, process(0), "died")
+    assert (await fleet.ask("r")).claim is None
+
+
 async def test_a_slot_that_is_read_is_not_overwritten(fleet: Fleet) -> None:
     await fleet.enter("trainer", 0, places=4)
     for number in range(3):
@@ -875,7 +908,10 @@ class Duet:
             (h.holder, h.slot) == (self.rule.publisher, slot) for h in self.rule.hops.values()
         )
         await self.same("prepare")
-        if ready and self.chance.random() < 0.8:
+        if self.chance.random() < 0.2:
+            await self.fleet.publications.abandon("p", "trainer", serial, 0, put)
+            self.rule.abandon()
+        elif ready and self.chance.random() < 0.8:
             assert (
                 await self.fleet.publications.announce("p", "trainer", serial, 0, put, found, None)
                 == self.rule.announce()

@@ -119,6 +119,13 @@ def prepare(world: World) -> None:
     assert ready or len(world.sources.holders[world.sources.publisher].slots) == 1, "a put waits for readers"
 
 
+def abandon(world: World) -> None:
+    put, one = world.sources.put, world.sources.holders[world.sources.publisher]
+    assert put is not None and put.seq > put.kept[0]
+    world.sources.abandon()
+    assert one.slots[put.slot].seq == put.kept[0], "nothing was written, so the version is there again"
+
+
 def lapse(number: int) -> Event:
     def happen(world: World) -> None:
         world.late.append(world.sources.hops[number])
@@ -143,8 +150,10 @@ def events(world: World) -> Iterator[tuple[str, Event, Budget]]:
         if rule.put is None:
             if budget.puts:
                 yield "prepare", prepare, replace(budget, puts=budget.puts - 1)
-        elif not rule.holders[rule.publisher].slots[rule.put.slot].used:
-            yield "announce", lambda w: w.sources.announce() and None, budget
+        else:
+            if not rule.holders[rule.publisher].slots[rule.put.slot].used:
+                yield "announce", lambda w: w.sources.announce() and None, budget
+            yield "abandon", abandon, budget
     if budget.publishers:
         less = replace(budget, publishers=budget.publishers - 1)
         if rule.publisher_side:
