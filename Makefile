@@ -31,7 +31,7 @@ VLLM_STAMP := $(VLLM)/.installed
 PRIVATE = tmp=$$(mktemp -d "$${TMPDIR:-/tmp}/etha-XXXXXX") && trap 'rm -rf "$$tmp"' EXIT INT TERM && \
 	export TMPDIR="$$tmp" XDG_CACHE_HOME="$$tmp" MPLCONFIGDIR="$$tmp" XDG_RUNTIME_DIR= PYTHONDONTWRITEBYTECODE= &&
 
-.PHONY: docs dist wheel deploy-check ray install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm test-vllm test-vllm-models clean
+.PHONY: docs dist wheel deploy-check ray install demo fleet-example check test test-more test-tools coverage lint proof ways fuzz faults chaos soak bench bench-plan gpu test-torchft elastic vllm vllm-fleet test-vllm test-vllm-models clean
 
 LIBRARY := etha/native/executor.so
 
@@ -195,6 +195,10 @@ test-torchft: $(TORCHFT_STAMP) $(LIBRARY)
 
 vllm: $(VLLM_STAMP)
 	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
+
+# Three engines on the CPU follow what a trainer publishes; one is killed and starts again. WORKERS=1,2: other engines.
+vllm-fleet: $(VLLM_STAMP)
+	@$(PRIVATE) $(VLLM_BIN)/python examples/vllm_fleet/fleet.py $(if $(WORKERS),--workers $(WORKERS))
 
 # What needs vLLM: its own loaders, recorded and replayed, and live engines.
 # CPU=avx2 (avx512, avx512_bf16, amx) has vLLM pack its weights as on a CPU that has no more.

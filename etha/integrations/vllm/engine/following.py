@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.engine.follow_options import FollowOptions, follow_options
@@ -117,9 +117,8 @@ class EngineFollowing:
             paused.add_done_callback(self._on_paused)
 
     def _on_paused(self, paused: Future[Any]) -> None:
-        if (error := paused.exception()) is not None:
-            raise error  # vLLM could not clear its caches: answers would be of two versions
-        self._put(_paused)
+        error = paused.exception()
+        self._put(_paused if error is None else lambda _: _raise(error))
 
     def _bring_in(self, version: str) -> None:
         """An error ends the engine: its model may be of two versions, and a new start takes the newest one whole."""
@@ -140,6 +139,11 @@ class EngineFollowing:
 
     def _put(self, handle: Callable[[EngineFollowing], Iterable[FollowerEffect]]) -> None:
         self._engine.input_queue.put_nowait((_Event(handle), None))
+
+
+def _raise(error: BaseException) -> NoReturn:
+    """vLLM could not clear its caches, so answers would be of two versions: the engine ends."""
+    raise error
 
 
 def _paused(own: EngineFollowing) -> list[FollowerEffect]:

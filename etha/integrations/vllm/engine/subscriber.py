@@ -25,7 +25,6 @@ from torch import nn
 from etha import AsyncTensorBusClient, TransferFuture
 from etha.client.loop_thread import LoopMembership
 from etha.client.subscription import AsyncSubscription, Update
-from etha.client.tasks import Shield
 from etha.errors import (
     AgentLostError,
     ConfigError,
@@ -158,6 +157,9 @@ class EngineSubscriber:
         except TimeoutError:
             self._stop()
             return WorkerOutcome(error=f"has not received what the others have, {_SOON:g} s later", lost=True)
+        except Exception as error:
+            log.error("a worker of the engine has failed to receive, a bug of Etha", exc_info=error)
+            return WorkerOutcome(error=f"{type(error).__name__}: {error}", lost=True)
         self._arrived = update
         return _outcome(update)
 
@@ -213,24 +215,32 @@ class EngineSubscriber:
                 receiving.exception()
 
     async def _receive_and_report(self, turn: int, newer_than: int, *, renew: bool, news: str) -> Update:
-        receiving = asyncio.ensure_future(self._receive(newer_than, renew=renew, timeout=math.inf))
-        told = 0
+        failed: EthaError | None = None
         try:
-            while not (await asyncio.wait({receiving}, timeout=_LOOK))[0]:
-                told = await self._tell_lag(told)
-            return receiving.result()
-        except asyncio.CancelledError:
-            receiving.cancel()
-            await Shield().wait(receiving)
-            raise
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch_lag())
+                try:
+                    return await self._receive(newer_than, renew=renew, timeout=math.inf)
+                except EthaError as error:
+                    failed = error
+                finally:
+                    watch.cancel()
+            raise failed
         finally:
             report(news, str(turn))
+
+    async def _watch_lag(self) -> None:
+        """Log why a newer version has not come yet, once for each."""
+        told = 0
+        while self._rank == 0:
+            await asyncio.sleep(_LOOK)
+            told = await self._tell_lag(told)
 
     async def _tell_lag(self, told: int) -> int:
         """Log why a newer version than ``told`` has not come yet. A holder gives none to a side that it does not fit,
         which is no error of a call that waits. The number of the newest version."""
         subscription = self._subscription
-        if subscription is None or not subscription.lag or self._rank != 0:
+        if subscription is None or not subscription.lag:
             return told
         newest = subscription.seq + subscription.lag
         if newest > told:
