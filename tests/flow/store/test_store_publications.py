@@ -872,8 +872,10 @@ class Duet:
         else:
             label = str(self.chance.randint(1, max(1, self.rule.seq))) if self.chance.random() < 0.1 else ""
             more = {"newer_than": mine.held}
-        links = tuple(one for one in self.rule.holders if self.chance.random() < 0.1)
-        avoid = tuple(one for one in self.rule.holders if self.chance.random() < 0.1)
+        # Not a publisher that has ended: its side's number in Redis is that of the launch after it.
+        holders = [one for one in self.rule.holders if self.far((one,))]
+        links = tuple(one for one in holders if self.chance.random() < 0.1)
+        avoid = tuple(one for one in holders if self.chance.random() < 0.1)
         far = {"links": self.far(links), "avoid": self.far(avoid)} if not again else {}
         near = {"links": links, "avoid": avoid} if not again else {}
         try:

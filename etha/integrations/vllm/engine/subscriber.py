@@ -231,19 +231,19 @@ class EngineSubscriber:
 
     async def _watch_lag(self) -> None:
         """Log why a newer version has not come yet, once for each."""
-        told = 0
+        logged = 0
         while self._rank == 0:
             await asyncio.sleep(_LOOK)
-            told = await self._tell_lag(told)
+            logged = await self._tell_lag(logged)
 
-    async def _tell_lag(self, told: int) -> int:
-        """Log why a newer version than ``told`` has not come yet. A holder gives none to a side that it does not fit,
+    async def _tell_lag(self, logged: int) -> int:
+        """Log why a newer version than ``logged`` has not come yet. A holder gives none to a side that it does not fit,
         which is no error of a call that waits. The number of the newest version."""
         subscription = self._subscription
         if subscription is None or not subscription.lag:
-            return told
+            return logged
         newest = subscription.seq + subscription.lag
-        if newest > told:
+        if newest > logged:
             with suppress(EthaError):
                 misfits = self._misfits(await self._bus.describe_publication(self.publication))
                 why = "it is on its way, or all who hold it are busy"
