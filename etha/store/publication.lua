@@ -175,8 +175,14 @@ local function includes(outer, inner)
   local known = outer .. inner
   if included[known] == nil then
     local texts = redis.call('HMGET', part('sets'), outer, inner)
-    -- One that is too long to be kept has an equal only.
-    included[known] = texts[1] and texts[2] and within(cjson.decode(texts[2]), cjson.decode(texts[1])) or false
+    local found, fine = false, true
+    if texts[1] and texts[2] then -- one that is too long to be kept has an equal only
+      fine, found = pcall(function() return within(cjson.decode(texts[2]), cjson.decode(texts[1])) end)
+    end
+    if not fine then
+      error("Redis key '" .. part('sets') .. "': field '" .. outer .. "' or '" .. inner .. "' is not a set of elements")
+    end
+    included[known] = found
   end
   return included[known]
 end

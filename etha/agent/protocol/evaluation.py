@@ -455,7 +455,7 @@ def _apart(source: Side, first: str, name: str) -> str | None:
         here = [one for one in (first, name) if one in manifest.tensors]
         if all(_empty(part, rank) for one in here for _, part in _products(specs, one)):
             continue
-        mine, theirs = (list(_products(specs, one)) for one in (first, name))
+        mine, theirs = ([p for p in _products(specs, one) if p[0] in manifest.tensors] for one in (first, name))
         if (
             len(here) < 2
             or len(mine) != len(theirs)

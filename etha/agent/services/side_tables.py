@@ -11,7 +11,7 @@ from etha.agent.protocol.evaluation import clashes, describe_side, parts_of, wit
 from etha.agent.protocol.records import Manifest
 from etha.agent.services.manifests import ManifestCache
 from etha.bus.messages import Publish, Register, Subscribe
-from etha.errors import RegistrationError, Violation
+from etha.errors import LayoutError, ProtocolError, RegistrationError, Violation
 from etha.plan import TensorSpec
 from etha.plan.layouts import dtypes
 from etha.plan.layouts.element_set import WHOLE, element_set, includes
@@ -83,7 +83,11 @@ def misfits(table: TensorTable, description: TensorTable, subscriber: str, publi
             found.append(Violation(code="shape_mismatch", name=name, side=subscriber, rank=None, text=text))
         elif mine.covers != theirs.covers:
             wanted, there = table.elements(name), description.elements(name)
-            if there is None or (there != WHOLE and (wanted is None or not includes(there, wanted))):
+            try:
+                inside = there == WHOLE or (there is not None and wanted is not None and includes(there, wanted))
+            except LayoutError as error:
+                raise ProtocolError(f"Redis: tensor {name!r} of {publisher}: {error.message}") from None
+            if not inside:
                 text = f"{subscriber} wants elements of it that no rank of {publisher} holds"
                 found.append(Violation(code="uncovered", name=name, side=subscriber, rank=None, text=text))
     return found

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
+from etha.errors import LayoutError
 from etha.plan.layouts.region import Product
 
 #: All elements of a tensor.
@@ -35,10 +37,42 @@ def element_set(shape: Sequence[int], products: Iterable[Product]) -> str:
 
 
 def includes(outer: str, inner: str) -> bool:
-    """Whether all elements of ``inner`` are in ``outer``, sets of one tensor."""
+    """Whether all elements of ``inner`` are in ``outer``, sets of one tensor. LayoutError for other text."""
     if outer in (WHOLE, inner):
         return True
-    return inner != WHOLE and _within(json.loads(inner), json.loads(outer))
+    if inner == WHOLE:
+        return False
+    inside, there = _read(inner), _read(outer)
+    if _dims(inside) and _dims(there) and _dims(inside) != _dims(there):
+        raise LayoutError(f"sets of elements of tensors of {_dims(inside)} and {_dims(there)} dims")
+    return _within(inside, there)
+
+
+def _read(text: str) -> list[Any]:
+    try:
+        found = json.loads(text)
+        _check(found, _dims(found))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        raise LayoutError(f"{text[:100]!r} is not a set of elements") from None
+    return cast("list[Any]", found)
+
+
+def _dims(groups: Any) -> int:
+    """How many dims the first group has; 0 for no elements."""
+    return 1 + (_dims(groups[0][1]) if len(groups[0]) > 1 else 0) if groups else 0
+
+
+def _check(groups: Any, dims: int) -> None:
+    """Raise ValueError unless these are groups over ``dims`` dims."""
+    if not isinstance(groups, list):
+        raise ValueError(groups)
+    for indices, *rest in groups:
+        if not isinstance(indices, list) or len(indices) % 2 or not all(type(i) is int for i in indices):
+            raise ValueError(indices)
+        if any(a >= b for a, b in pairwise(indices)) or len(rest) != (dims > 1):
+            raise ValueError(indices)
+        if rest:
+            _check(rest[0], dims - 1)
 
 
 def _groups(products: list[Product], dim: int) -> _Groups:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etha.agent.protocol.sources import Holder, HolderSlot, Hop, Sources
-from etha.errors import ConfigError, GroupLostError
+from etha.errors import ConfigError, EthaError, GroupLostError
 from etha.plan.layouts.element_set import element_set, includes
 from etha.plan.layouts.region import read_product
 from etha.store.keys import CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
@@ -355,6 +355,16 @@ async def test_the_script_compares_sets_as_python_does(store: Store) -> None:
         there = await store.publications.description(f"p{number}")
         assert there is not None and there.elements("w") == has
     assert 30 < sum(answers) < 120
+
+
+async def test_a_set_that_is_none_is_named(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0, tensors=part_of(0, 3))
+    keys, digest = fleet.store.keys, part_of(0, 3).tensors["w"].covers
+    client = fleet.store._session.connection._client
+    for text in ("{", "[[7]]", "7"):
+        await client.hset(keys.publication_part("p", "sets"), digest, text)
+        with pytest.raises(EthaError, match=f"field '{digest}' or .* is not a set of elements"):
+            await fleet.enter("r", 1, tensors=part_of(1, 2))
 
 
 def products_of(groups: Any) -> list[Any]:

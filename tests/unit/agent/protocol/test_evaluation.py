@@ -288,6 +288,32 @@ def test_parts_are_planned_from_the_tensor_of_which_they_are_parts() -> None:
     assert [spec.holders() for spec in (back.source["w"], *back.source["w"].products)] == [[0, 1], [0, 1], [0]]
 
 
+@pytest.mark.parametrize(
+    ("ties", "runs", "why"),
+    [
+        ({"w": "v", "w [product 1]": "v [product 1]"}, (2, 4), ""),
+        ({"w": "v"}, (2, 4), "in different memory"),
+        ({"w": "v", "w [product 1]": "v [product 1]"}, (1, 3), "gives different elements of them"),
+        ({"w": "v"}, None, "in different memory"),
+    ],
+)
+def test_names_that_a_target_ties_are_tied_in_all_products_of_a_source(ties: Any, runs: Any, why: str) -> None:
+    """The source's rank 0 holds "v" and "w" as lists of two products, rank 1 all of both as one memory."""
+    roster = Roster()
+    lists = {"v": kept(0, (0, 2)), "w": kept(0, (0, 2)), "v [product 1]": replace(part(0, (2, 4)), of="v")}
+    if runs is not None:
+        lists["w [product 1]"] = part(0, runs)
+    given = {"direction": "send"}
+    roster.rank("t", 0, given=given, **lists)
+    roster.rank("t", 1, given=given, v=kept(1, (0, 4)), w=kept(1, (0, 4)))
+    for rank in (0, 1):
+        roster.rank("i", rank, v=tensor(), w=tensor())
+    roster.manifests["t0"] = replace(roster.manifests["t0"], ties=ties)
+    found = tied(roster, "t1", "i0", "i1").evaluate()
+    assert codes(found.refused) == ({("double_write", "w", "i", rank) for rank in (0, 1)} if why else set())
+    assert all(why in v.text for v in found.refused)
+
+
 def test_what_is_no_part_of_a_list_is_refused() -> None:
     """No client registers it: another agent's worker may."""
     for name, other in (

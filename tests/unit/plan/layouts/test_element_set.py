@@ -6,11 +6,13 @@ import itertools
 import math
 import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
+from etha.errors import LayoutError
 from etha.plan import Layout, TensorSpec
 from etha.plan.layouts.element_set import WHOLE, element_set, includes
 from etha.plan.layouts.region import Product, read_product
@@ -72,6 +74,22 @@ def test_how_a_set_is_written() -> None:
     assert element_set((4, 0), []) == WHOLE  # nothing is missing of it
     assert element_set((), []) == "[]" and element_set((), [()]) == WHOLE
     assert includes("[]", "[]") and not includes("[]", WHOLE) and includes(WHOLE, "[]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "7", "{}", '"a"', "[7]", "[[7]]", "[[[1]]]", "[[[1,2,2,3]]]", "[[[2,1]]]", "[[[0,1.5]]]", "[[[true,2]]]",
+     "[[[0,1],[[[0,1]]]],[[1,2]]]", "[[[0,1],7]]", "[[[0,1],[],[]]]", "[" * 5000, "[[[0,1],[" * 2000],
+)  # fmt: skip
+def test_text_that_is_no_set_is_refused(text: str) -> None:
+    for outer, inner in ((text, "[[[0,4]]]"), ("[[[0,4]]]", text)):
+        with pytest.raises(LayoutError):
+            includes(outer, inner)
+
+
+def test_sets_of_tensors_of_other_dims_are_refused() -> None:
+    with pytest.raises(LayoutError, match="1 and 2 dims"):
+        includes("[[[0,4],[[[0,4]]]]]", "[[[0,4]]]")
 
 
 @settings(max_examples=examples(200), deadline=None)
