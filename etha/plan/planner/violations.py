@@ -76,23 +76,26 @@ def coverage_problems(klass: TensorClass) -> list[Problem]:
             return [
                 Problem("unsupported", SOURCE, None, f"{text}; register fewer runs, or let ranks hold equal regions")
             ]
+    width = klass.m2m.replicas if klass.reduction is None else 1
     for block in klass.blocks:
-        for cell in range(len(block.target.count)):
-            holders = block.target.ranks[cell, 0, : block.target.count[cell]].tolist()
-            if not holders:
-                continue
-            pieces = block.of_target(cell)
+        wanted, lost = (np.zeros(len(block.target.count), dtype=np.int64) for _ in range(2))
+        first: dict[int, str] = {}
+        for pieces in block.all(width):
             if klass.reduction is not None:
                 count = klass.reduction.holding.count[klass.reduction.split(pieces.cells[0])[0]]
             else:
-                found_in = zip(klass.m2m.source, pieces.cells, strict=True)
-                count = np.sum([np.where(c < 0, 0, h.count[c]) for h, c in found_in], axis=0)
-            missing = np.flatnonzero((count == 0) & (pieces.size > 0))
-            if len(missing):
-                lost, of = int(pieces.size[missing].sum()), int(pieces.size.sum())
-                where = _box(block.bounds(pieces, int(missing[0])))
-                text = f"{lost} of {of} elements are held by no source rank that registered it, among them {where}"
-                found += [Problem("uncovered", TARGET, rank, text) for rank in holders]
+                held = zip(klass.m2m.source, pieces.cells, strict=True)
+                count = np.sum([np.where(c < 0, 0, h.count[c]) for h, c in held], axis=0)
+            np.add.at(wanted, pieces.copies, pieces.size)
+            missing = np.flatnonzero((count == 0) & (pieces.size > 0) & (block.target.count[pieces.copies] > 0))
+            np.add.at(lost, pieces.copies[missing], pieces.size[missing])
+            some, at = np.unique(pieces.copies[missing], return_index=True)
+            for cell, piece in zip(some.tolist(), missing[at].tolist(), strict=True):
+                first.setdefault(cell, _box(block.bounds(pieces, piece)))
+        for cell, where in sorted(first.items()):
+            holders = block.target.ranks[cell, 0, : block.target.count[cell]].tolist()
+            text = f"{lost[cell]} of {wanted[cell]} elements are held by no source rank that registered it"
+            found += [Problem("uncovered", TARGET, rank, f"{text}, among them {where}") for rank in holders]
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
 from etha.errors import LayoutError, PlanError
-from etha.plan import Layout, TensorSpec, build_plan, infer_global_shape, merge_layouts, simulate, violations
+from etha.plan import CARRY, Layout, TensorSpec, build_plan, infer_global_shape, merge_layouts, simulate, violations
 from etha.plan.layouts.region import MAX_RUNS, part_name
 from tests.unit.plan.prove import plan_of
 from tests.unit.plan.truth import Loaded, random_case, runs_of, take
@@ -223,6 +223,27 @@ def test_a_rank_may_hold_several_products() -> None:
     simulate(plan, filled(here, torch.arange(8.0)), got)
     assert got[0]["w"].tolist() == [1.0, 2.0, 3.0, 7.0]
     assert plan.digest() != build_plan({"w": TensorSpec((8,), F32, one)}, {"w": there}).digest()
+
+
+def test_an_idle_neighbour_carries_what_further_products_hold() -> None:
+    one, two = Layout.region([[(0, 100)]], [0]), Layout.region([[(100, 8192)]], [0])
+    here = TensorSpec((8192,), F32, one, products=(TensorSpec((8192,), F32, two),))
+    small = TensorSpec((64,), F32, Layout.region([[(0, 64)]], [0]))
+    there = {
+        "w": TensorSpec((8192,), F32, Layout([0], [Replicate()])),
+        "x": TensorSpec((64,), F32, Layout([1], [Replicate()])),
+    }
+    plan = build_plan({"w": here, "x": small}, there, source_hosts=["s"], target_hosts=["t", "t"], relay_bytes=0)
+    rows_ = plan.for_rank("target", 1)
+    carried = {int(rows_.region(i).product) for i in range(len(rows_)) if rows_.kind[i] == CARRY}
+    assert 1 in carried
+    plan.check()
+    full = torch.arange(8192.0)
+    got = {0: {"w": torch.zeros(8192)}, 1: {"x": torch.zeros(64)}}
+    source = filled(here, full)
+    source[0]["x"] = torch.ones(64)
+    simulate(plan, source, got)
+    assert torch.equal(got[0]["w"], full)
 
 
 def test_products_are_of_one_tensor() -> None:
