@@ -36,6 +36,8 @@ LOG_FORMATS = ("text", "json")
 LOG = "info"
 #: Most characters of a variable that names something.
 MAX_TEXT = 500
+#: Most characters of a zone.
+MAX_ZONE = 100
 #: Most ranks of one side.
 MAX_WORLD = 1 << 20
 #: Longest path that fits sockaddr_un (108 bytes with the terminating zero).
@@ -50,6 +52,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_HOST_ID": "what counts as one host; default: boot id + pid namespace",
     "ETHA_LISTEN": "HOST:PORT on which an agent takes links (data on PORT+1); default: loopback, any free",
     "ETHA_ADVERTISE": "HOST:PORT[,DATAPORT] where other hosts reach ETHA_LISTEN (NAT, port maps); default: the same",
+    "ETHA_ZONE": "where this host is, as a rack: subscribers prefer holders of their own zone; default: none",
     "ETHA_ENCRYPT": "1: data connections between agents are encrypted (TLS 1.3); both sides need it; default: 0",
     "ETHA_LAUNCH_ID": "one life of a side; default: torchrun's run id and restart count",
     "ETHA_TAKEOVER": "1: a torchrun job with a run id takes over from a launch that lives; default: it is refused",
@@ -127,6 +130,14 @@ def _text(env: Mapping[str, str], name: str) -> str | None:
     if text is not None and not _is_utf8(text):
         raise ConfigError(f"{name}={text!r} is no text in UTF-8")
     return text
+
+
+def _zone(env: Mapping[str, str]) -> str | None:
+    """The zone in ETHA_ZONE; None if it is unset or empty."""
+    zone = _text(env, "ETHA_ZONE")
+    if zone is not None and len(zone) > MAX_ZONE:
+        raise ConfigError(f"ETHA_ZONE has {len(zone)} characters, at most {MAX_ZONE} are possible")
+    return zone
 
 
 def _is_utf8(text: str) -> bool:
@@ -222,6 +233,7 @@ class Settings:
     trace: Path | None = None
     metrics: str | None = None
     differences: str = DIFFERENCES[0]
+    zone: str | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -265,6 +277,7 @@ class Settings:
             log=LogSettings.from_env(env),
             metrics=_text(env, "ETHA_METRICS"),
             differences=_one_of(env, "ETHA_DIFFERENCES", DIFFERENCES, DIFFERENCES[0]),
+            zone=_zone(env),
         )
 
     def check_agent(self) -> None:
@@ -301,6 +314,7 @@ class Settings:
         found = {
             "ETHA_LISTEN": self.listen,
             "ETHA_ADVERTISE": self.advertise,
+            "ETHA_ZONE": self.zone,
             "ETHA_ENCRYPT": "1" if self.encrypt else None,
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
             "ETHA_DIFFERENCES": self.differences if self.differences != DIFFERENCES[0] else None,
@@ -316,6 +330,7 @@ class Settings:
         own = {
             "ETHA_LISTEN": self.listen or "no ETHA_LISTEN",
             "ETHA_ADVERTISE": self.advertise or "no ETHA_ADVERTISE",
+            "ETHA_ZONE": self.zone or "no ETHA_ZONE",
             "ETHA_ENCRYPT": "1" if self.encrypt else "no ETHA_ENCRYPT",
             "ETHA_STAGING": str(self.staging),
             "ETHA_DIFFERENCES": self.differences,

@@ -216,6 +216,7 @@ class Agent:
             registrations=self.registrations,
             dispatcher=self,
             spawn=self.spawn,
+            zone=settings.zone or "",
         )
 
     @property

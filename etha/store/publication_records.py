@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from etha.config import MAX_TENSOR_NAME, MAX_WORLD, check_name
+from etha.config import MAX_TENSOR_NAME, MAX_WORLD, MAX_ZONE, check_name
 from etha.errors import ConfigError
 from etha.store.reading import FieldReader
 
@@ -133,8 +133,8 @@ class PublicationRank:
             raise ConfigError(f"{where}: {least}={self.places}: give at least {int(self.role == 'publisher')}")
         if self.copies is not None and self.copies < 1:
             raise ConfigError(f"{where}: copies={self.copies}: give at least 1, or None for no limit")
-        if len(self.zone) > 100:
-            raise ConfigError(f"{where}: zone of {len(self.zone)} characters: at most 100 are allowed")
+        if len(self.zone) > MAX_ZONE:
+            raise ConfigError(f"{where}: zone of {len(self.zone)} characters: at most {MAX_ZONE} are allowed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -216,7 +216,9 @@ class PublicationService:
         registrations: RegistrationService,
         dispatcher: Dispatcher,
         spawn: Spawn,
+        zone: str,
     ) -> None:
+        self._zone = zone
         self._store, self._calls, self._registrations = store, calls, registrations
         self._dispatcher, self._spawn = dispatcher, spawn
         #: (publication, SIDE/SERIAL) -> it.
@@ -391,6 +393,7 @@ class PublicationService:
                 world=message.world_size,
                 tensors=table,
                 launch=message.launch,
+                zone=self._zone,
                 slots=max(1, len(handles)),
                 places=_places(message, bool(handles)),
             )

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.flow.publishing.fleets import Cut, Fleet, Replica, Shapes
-from tests.flow.sites import Site
+from tests.flow.sites import Site, open_site
+from tests.flow.ways import Way
 
 #: What a publisher's dtype may become at a subscriber.
 DTYPES = {
@@ -91,3 +92,21 @@ async def test_a_random_fleet(site: Site, pair: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 200))
 async def test_many_random_fleets(site: Site, pair: str, seed: int) -> None:
     await play(site, pair, seed)
+
+
+async def test_a_subscriber_prefers_a_holder_of_its_zone(monkeypatch: pytest.MonkeyPatch) -> None:
+    zones = {"c": "east", "d": "east", "b": "west"}
+    with open_site(Way.TCP) as site:
+        at = site.at
+        monkeypatch.setattr(
+            site, "at", lambda place: at(place) | ({"ETHA_ZONE": zones[place]} if place in zones else {})
+        )
+        places = {"trainer": "a", "west": "b", "east": "c", "late": "d"}
+        async with Fleet(site, "policy", {"w": (8, 3)}, where=lambda side, _: places[side]) as fleet:
+            trainer = await fleet.publish(Cut())
+            holders = [await fleet.subscribe(name, Cut(), mapped=True) for name in ("west", "east")]
+            await trainer.put(1)
+            for holder in holders:
+                await holder.next()
+            late = await fleet.subscribe("late", Cut(), serve=False)
+            assert (await late.next()).source == "east", "without zones it would be the one that entered first"
