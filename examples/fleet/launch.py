@@ -13,32 +13,26 @@ import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import sys
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etha.demo.launch import private_directory, stop
-from etha.demo.process import adopting, describe
+from etha.demo.examples import (
+    ExampleFailed,
+    ExampleRank,
+    LiveTable,
+    end_ranks,
+    run_example,
+    start_rank,
+)
+from etha.demo.launch import environment
+from etha.demo.process import describe
 
 HERE = Path(__file__).parent
 #: Versions that every replica takes between two kills.
 CALM = 3
-BEGUN = time.monotonic()
-
-
-class Failed(Exception):
-    """What was promised did not happen."""
-
-
-@dataclass
-class Rank:
-    """One process, and the last line that it has said."""
-
-    process: asyncio.subprocess.Process
-    said: dict = field(default_factory=dict)
 
 
 @dataclass
@@ -49,7 +43,7 @@ class Side:
     program: str
     size: int
     env: dict[str, str]
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[ExampleRank] = field(default_factory=list)
     lives: int = 0
     updates: int = 0
     ending: bool = False
@@ -74,12 +68,12 @@ class Fleet:
             for n in range(options.replicas)
         ]
         self.changed = asyncio.Event()
-        self.table = Table(self)
+        self.table = LiveTable(("side", "pids", "version", "lag", "from", "ms", "lives"), self.rows, sys.stdout)
 
     async def run(self) -> None:
         """Publish, let replicas join late, kill, wait until all are back, again; then end and compare."""
         early, late = self.replicas[: max(1, len(self.replicas) - 2)], self.replicas[max(1, len(self.replicas) - 2) :]
-        self.note(f"a trainer and {len(early)} replicas start; ETHA_RUNTIME_DIR={self.directory / 'etha'} etha status")
+        self.note(f"a trainer and {len(early)} replicas start; ETHA_RUNTIME_DIR={self.directory / 'run'} etha status")
         async with asyncio.TaskGroup() as tasks:
             for side in (self.trainer, *early):
                 tasks.create_task(self.live(side))
@@ -118,36 +112,33 @@ class Fleet:
         while not side.ending:
             side.lives += 1
             side.updates, side.ranks = 0, []
-            env = environment(self.directory) | side.env
+            env = environment(self.directory, os.environ) | side.env
             env |= {"WORLD_SIZE": str(side.size), "FLEET_INTERVAL": str(self.options.interval)}
             env |= {"FLEET_END": str(self.directory / "end")}
             try:
                 for number in range(side.size):
                     log = self.directory / f"{side.name}.log"
-                    side.ranks.append(await started(side.program, env | {"RANK": str(number)}, log))
+                    side.ranks.append(await start_rank(HERE / side.program, env | {"RANK": str(number)}, log))
                 async with asyncio.TaskGroup() as reads:
                     for rank in side.ranks:
                         reads.create_task(self.read(side, rank))
             finally:
-                for rank in side.ranks:
-                    if rank.process.returncode is None:
-                        rank.process.kill()
-                        await rank.process.wait()
+                await end_ranks(side.ranks)
             codes = [rank.process.returncode for rank in side.ranks]
             if side.ending:
                 return
             if not any(code == -signal.SIGKILL for code in codes):
-                raise Failed(f"{side.name}: ranks ended with {', '.join(map(describe, codes))}")
+                raise ExampleFailed(f"{side.name}: ranks ended with {', '.join(map(describe, codes))}")
             self.note(f"{side.name} is over: {', '.join(map(describe, codes))}; starting it again")
 
-    async def read(self, side: Side, rank: Rank) -> None:
+    async def read(self, side: Side, rank: ExampleRank) -> None:
         """Take what one rank says until it has ended. Its side is over then, so the other ranks end, too."""
         output = rank.process.stdout
         assert output is not None
         while line := await output.readline():
             rank.said = json.loads(line)
             if not rank.said.get("right", True):
-                raise Failed(f"{side.name} has wrong elements in version {rank.said['version']}")
+                raise ExampleFailed(f"{side.name} has wrong elements in version {rank.said['version']}")
             if rank is side.ranks[0]:
                 side.updates += 1
                 if side.updates == 1 and side is not self.trainer:
@@ -178,94 +169,18 @@ class Fleet:
     def note(self, text: str) -> None:
         """Something happened: a line above the table."""
         self.changed.set()
-        self.table.note(f"{time.monotonic() - BEGUN:6.1f} s  {text}")
+        self.table.note(text)
 
-
-class Table:
-    """The table of a terminal, drawn again in place; elsewhere only the lines of events."""
-
-    COLUMNS = ("side", "pids", "version", "lag", "from", "ms", "lives")
-
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet, self._live = fleet, sys.stdout.isatty()
-        self._lines, self._drawn = 0, 0.0
-
-    def note(self, text: str) -> None:
-        self._erase()
-        print(text, flush=True)
-        self._drawn = 0.0
-        self.draw()
-
-    def draw(self) -> None:
-        """At most ten times a second."""
-        if not self._live or time.monotonic() - self._drawn < 0.1:
-            return
-        self._erase()
-        rows = [self.COLUMNS, *map(self._row, (self._fleet.trainer, *self._fleet.replicas))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(self.COLUMNS))]
-        for row in rows:
-            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            print(line[: shutil.get_terminal_size().columns - 1])  # a line that wraps would be two
-        sys.stdout.flush()
-        self._lines, self._drawn = len(rows), time.monotonic()
-
-    def _row(self, one: Side) -> tuple[str, ...]:
-        last, newest = one.last, self._fleet.trainer.last.get("version", 0)
-        pids = " ".join(str(rank.process.pid) for rank in one.ranks)
-        if not last:
-            return (one.name, pids, "-", "-", "-", "-", str(one.lives))
-        lag = str(max(0, newest - last["version"]))
-        ms = f"{last['seconds'] * 1e3:.1f}"
-        return (one.name, pids, str(last["version"]), lag, last.get("source", "-"), ms, str(one.lives))
-
-    def _erase(self) -> None:
-        if self._lines:
-            sys.stdout.write(f"\x1b[{self._lines}A\x1b[J")  # up, and clear to the end of the screen
-            self._lines = 0
-
-
-async def started(program: str, env: dict[str, str], log: Path) -> Rank:
-    """A rank, whose errors go to a file."""
-    with log.open("ab") as errors:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(HERE / program),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=env,
-            start_new_session=True,
-        )
-    return Rank(process)
-
-
-def environment(directory: Path) -> dict[str, str]:
-    """Of all ranks: sockets and temporary files in ``directory``, one thread each."""
-    foreign = ("ETHA_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return kept | {"ETHA_RUNTIME_DIR": str(directory / "etha"), "TMPDIR": str(directory), "OMP_NUM_THREADS": "1"}
-
-
-async def main(options: argparse.Namespace) -> int:
-    """Run it; the exit status."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with private_directory() as directory, adopting() as before:
-        try:
-            async with asyncio.timeout(options.seconds):
-                await Fleet(options, directory).run()
-        except Exception as error:
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            for log in sorted(directory.glob("*.log")):
-                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        finally:
-            stop(before)
-    return 0
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """What each side holds, for the table."""
+        newest = self.trainer.last.get("version", 0)
+        for one in (self.trainer, *self.replicas):
+            last, pids = one.last, " ".join(str(rank.process.pid) for rank in one.ranks)
+            if not last:
+                yield (one.name, pids, "-", "-", "-", "-", str(one.lives))
+                continue
+            lag, ms = str(max(0, newest - last["version"])), f"{last['seconds'] * 1e3:.1f}"
+            yield (one.name, pids, str(last["version"]), lag, last.get("source", "-"), ms, str(one.lives))
 
 
 if __name__ == "__main__":
@@ -276,7 +191,8 @@ if __name__ == "__main__":
     words.add_argument("--interval", type=float, default=0.3, help="seconds between two versions")
     words.add_argument("--seed", type=int, default=0, help="who is killed")
     words.add_argument("--seconds", type=float, default=600, help="most that all of it may take")
-    try:
-        sys.exit(asyncio.run(main(words.parse_args())))
-    except asyncio.CancelledError:
-        sys.exit(130)
+    options = words.parse_args()
+    status = run_example(
+        lambda directory: Fleet(options, directory).run(), options.seconds, lambda text: print(text, file=sys.stderr)
+    )
+    sys.exit(status)
