@@ -1,7 +1,7 @@
 """``--load-format etha``: a worker's model starts with the newest version of a publication.
 
-vLLM makes the model with weights of no meaning and processes them, as for ``dummy``. The version then comes in as every
-later one does (``weights.received``), before the engine answers.
+A model without quantized layers is loaded with it as with a checkpoint (``weights.first_load``). One with quantized
+layers gets weights of no meaning first, as for ``dummy``, and the version then comes in as every later one does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _subscribers: WeakKeyDictionary[nn.Module, EngineSubscriber] = WeakKeyDictionary
 class EthaModelLoader(DummyModelLoader):
     """vLLM's loader for ``--load-format etha``; made by vLLM."""
 
+    _subscriber: EngineSubscriber
+    _direct = True
+
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         """The model, with the newest version of the publication. ConfigError and TransferTimeoutError say why not."""
         options = follow_options(vllm_config)
@@ -38,12 +41,21 @@ class EthaModelLoader(DummyModelLoader):
                 "--load-format etha: a draft model is in no publication: give draft_load_config in "
                 '--speculative-config, as {"load_format": "auto"}'
             )
-        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
-        subscriber = _subscriber(options, vllm_config.parallel_config)
+        self._subscriber = _subscriber(options, vllm_config.parallel_config)
+        self._direct = vllm_config.quant_config is None
         device = torch.device(vllm_config.device_config.device)
-        subscriber.load(model, model_config, device, strict=vllm_config.quant_config is None)
-        _subscribers[model] = subscriber
+        model: nn.Module = super().load_model(vllm_config, model_config, prefix)
+        self._subscriber.follow(model, model_config, device, strict=self._direct)
+        _subscribers[model] = self._subscriber
         return model
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        """Called by ``load_model`` with a model whose parameters are as they were made."""
+        if self._direct:
+            device = next((p.device for p in model.parameters()), torch.device("cpu"))
+            self._subscriber.load(model, device)
+        else:
+            super().load_weights(model, model_config)
 
 
 def subscriber_of(model: nn.Module) -> EngineSubscriber | None:

@@ -1,6 +1,7 @@
 """One worker's part in its engine's subscription: it receives versions beside the engine's steps.
 
-    load          describe the publication, record what the loaders keep of it, receive its newest version
+    load          describe the publication, record what the loaders keep of it, receive and load its newest version
+    follow        record once more, because vLLM has processed the model since
     begin         receive the next version, on the loop of the clients; then tell EngineCore
     outcome       what has become of that; the follower asks all workers
     bring_in      the version comes into the model, between two steps
@@ -37,8 +38,9 @@ from etha.integrations.vllm.engine.follow_options import FollowOptions
 from etha.integrations.vllm.engine.follower import WorkerOutcome
 from etha.integrations.vllm.engine.news import report
 from etha.integrations.vllm.engine.workers import WorkerAgreement
+from etha.integrations.vllm.weights.first_load import FirstLoad
 from etha.integrations.vllm.weights.keep import Meta
-from etha.integrations.vllm.weights.received import Received
+from etha.integrations.vllm.weights.received import Received, RegionMemory
 
 # Under vLLM's own root, so that vLLM's handlers print it.
 log = logging.getLogger("vllm.etha")
@@ -46,6 +48,8 @@ log = logging.getLogger("vllm.etha")
 _SOON = 10.0
 #: Seconds after which a worker that receives nothing looks whether it lags, and why.
 _LOOK = 10.0
+#: Only memory of the CPU can be subscribed to.
+_MEMORY = torch.device("cpu")
 #: Most parameters that an error names.
 _SHOWN = 5
 
@@ -60,6 +64,8 @@ class EngineSubscriber:
         )
         self._membership = LoopMembership(self)
         self._subscription: AsyncSubscription | None = None
+        #: What is registered, and how it gets into the model once that has been processed.
+        self._room: RegionMemory | None = None
         self._received: Received | None = None
         self._metas: list[Meta] = []
         self._receiving: TransferFuture | None = None
@@ -79,27 +85,38 @@ class EngineSubscriber:
 
     # ---- the first version ----------------------------------------------------------------------
 
-    def load(self, model: nn.Module, model_config: Any, device: torch.device, *, strict: bool) -> None:
-        """Receive the publication's newest version, the first one if there is none yet, and bring it into ``model``.
+    def load(self, model: nn.Module, device: torch.device) -> None:
+        """Load the publication's newest version, the first one if there is none yet, into a model that was just made.
 
-        ConfigError for tensors that do not fit the model, and, if ``strict``, for parameters that the publication has
-        nothing of. TransferTimeoutError if there is no version by the deadline.
+        ConfigError for tensors that do not fit the model; TransferTimeoutError if there is no version by the deadline.
+        Call ``follow`` once vLLM has processed the model.
         """
         until = time.monotonic() + self._options.timeout
         with WorkerAgreement() as workers:
             self._metas = self._describe(self._options.timeout)
+            first = FirstLoad(model, self._metas, device, agree=workers.agree, memory=_MEMORY)
+        self._room = first
+        self._receive_first(until)
+        first.apply()
+
+    def follow(self, model: nn.Module, model_config: Any, device: torch.device, *, strict: bool) -> None:
+        """Prepare to bring versions into the ``model`` as it is now; the first one, if ``load`` has not done that.
+
+        ConfigError for tensors that do not fit the model, and, if ``strict``, for parameters that the publication has
+        nothing of.
+        """
+        until = time.monotonic() + self._options.timeout
+        with WorkerAgreement() as workers:
+            self._metas = self._metas or self._describe(self._options.timeout)
             received = self._record(model, model_config, device, workers)
             self._refuse_gaps(received, strict=strict)
-        self._received = received
-        receiving = self._submit(self._receive(0, renew=False, timeout=max(0.0, until - time.monotonic())))
-        self._arrived = cast(Update, receiving.result())
-        self._bring_in(received)
-        log.info(
-            "publication %s: %s rank %d of %d has loaded version %s (number %d) from %s: %d bytes in %.3f s",
-            self.publication, self.name, self._rank, self._world, self._held.version, self._held.seq,
-            self._arrived.source, self._arrived.bytes, self._arrived.seconds,
-        )  # fmt: skip
-        self._arrived = None
+            if self._room is not None:
+                received.take_room(self._room)
+        self._received = self._room = received
+        if self._held.seq:
+            return
+        self._receive_first(until)
+        received.apply()
 
     def adopt(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         """The model has other modules since it was loaded (LoRA puts its own around them): record its loaders again."""
@@ -107,7 +124,17 @@ class EngineSubscriber:
             received, before = self._record(model, model_config, device, workers), self._received
             assert before is not None
             received.take_room(before)
-        self._received = received
+        self._received = self._room = received
+
+    def _receive_first(self, until: float) -> None:
+        receiving = self._submit(self._receive(0, renew=False, timeout=max(0.0, until - time.monotonic())))
+        update = cast(Update, receiving.result())
+        self._held = _outcome(update)
+        log.info(
+            "publication %s: %s rank %d of %d loads version %s (number %d) from %s: %d bytes in %.3f s",
+            self.publication, self.name, self._rank, self._world, self._held.version, update.seq,
+            update.source, update.bytes, update.seconds,
+        )  # fmt: skip
 
     def _describe(self, timeout: float) -> list[Meta]:
         tensors = self._membership.loop_thread.call(self._bus.describe_publication(self.publication, timeout=timeout))
@@ -116,7 +143,7 @@ class EngineSubscriber:
     def _record(self, model: nn.Module, model_config: Any, device: torch.device, workers: WorkerAgreement) -> Received:
         return Received(
             model, model_config, self._metas, device,
-            direct=False, atomic=True, agree=workers.agree, memory=torch.device("cpu"),
+            direct=False, atomic=True, agree=workers.agree, memory=_MEMORY,
         )  # fmt: skip
 
     def _refuse_gaps(self, received: Received, *, strict: bool) -> None:
@@ -175,8 +202,8 @@ class EngineSubscriber:
         """Bring the version that has arrived into the model; between two steps of the engine."""
         update, received = self.take(), self._received
         assert received is not None
-        self._bring_in(received)
-        self._arrived = None
+        received.apply()
+        self._held, self._arrived = _outcome(update), None
         log.info(
             "version %s (number %d) is live: %d bytes received from %s in %.3f s",
             self._held.version, update.seq, update.bytes, update.source, update.seconds,
@@ -197,11 +224,6 @@ class EngineSubscriber:
         return dict(self._received.report())
 
     # ---- inside ---------------------------------------------------------------------------------
-
-    def _bring_in(self, received: Received) -> None:
-        assert self._arrived is not None
-        received.apply()
-        self._held = _outcome(self._arrived)
 
     def _submit(self, work: Coroutine[Any, Any, Any]) -> TransferFuture:
         return self._membership.loop_thread.submit(work)
@@ -282,14 +304,14 @@ class EngineSubscriber:
         return await self._subscription.next(newer_than=newer_than, timeout=timeout)
 
     async def _subscribe(self, timeout: float) -> AsyncSubscription:
-        received = self._received
-        assert received is not None
+        room = self._room
+        assert room is not None
         return await self._bus.subscribe(
             self.publication,
-            received.room(),
+            room.room(),
             subscriber=self.name,
-            regions=received.regions,
-            shapes=received.shapes,
+            regions=room.regions,
+            shapes=room.shapes,
             serve=False,
             expected_world_size=self._world,
             rank=self._rank,

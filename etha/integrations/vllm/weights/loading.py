@@ -52,7 +52,7 @@ _KEEPS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 def record(model: nn.Module, model_config: Any, metas: Iterable[Meta], device: torch.device) -> Recorded:
     """What this worker's model keeps of each checkpoint tensor. The model continues to serve."""
     with _created(model, model_config), _modules_kept(model):
-        return Recording({place.name: place.seen for place in _places(model)}, device).of(metas, _loader(model))
+        return Recording({place.name: place.seen for place in places_of(model)}, device).of(metas, loader_of(model))
 
 
 class Reload:
@@ -77,12 +77,12 @@ class Reload:
     def rehearse(self, weights: Weights, due: Mapping[str, int]) -> None:
         """ConfigError, naming the parameter, for what cannot be brought in whole; ``due`` are writes known before."""
         with _created(self._model, self._config), _modules_kept(self._model) as replaced:
-            places = _places(self._model)
+            places = places_of(self._model)
             for place in places:
                 place.due = due.get(place.name)
             filling = _Filling(places, self._device)
             with torch.no_grad(), filling:
-                _loader(self._model)(self._forgetting(weights, places))
+                loader_of(self._model)(self._forgetting(weights, places))
             filled = [place for place in places if place.writes]
             self._refuse_casts(filling)
             for place in filled:
@@ -288,7 +288,7 @@ class Reload:
         The modules, and the parameters with which the loaders did something else than in the rehearsal.
         """
         done: set[nn.Module] = set()
-        places = _places(self._model)
+        places = places_of(self._model)
         open_: dict[nn.Module, list[ParameterMemory]] = {}
         for place in places:
             place.due = self._due.get(place.name, 0)
@@ -308,7 +308,7 @@ class Reload:
                 finish_full()
 
         with torch.no_grad(), filling:
-            _loader(self._model)(tensors())
+            loader_of(self._model)(tensors())
             finish_full()
         return done, sorted({place.name for place in places if place.writes != place.due} | filling.late)
 
@@ -484,7 +484,7 @@ def _packed_again(module: nn.Module, method: Any) -> Iterator[None]:
             method.moe_kernel = kernel
 
 
-def _places(model: nn.Module) -> list[ParameterMemory]:
+def places_of(model: nn.Module) -> list[ParameterMemory]:
     """Every parameter and buffer, each memory once; of the module that has it first."""
     found: dict[int, ParameterMemory] = {}
     for prefix, module in model.named_modules():
@@ -563,7 +563,9 @@ def _twins(model: nn.Module) -> dict[tuple[int, str], list[torch.Tensor]]:
     return found
 
 
-def _loader(model: Any) -> Any:
+def loader_of(model: Any) -> Any:
+    """The model's own loaders, which take (name, tensor) pairs."""
+
     def load(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with disable_mtp_completeness_check():
             model.load_weights(iter(weights))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.weights.compare import Comparison, unequal
 from etha.integrations.vllm.weights.cut import RegionCut
 from etha.integrations.vllm.weights.direct import live_views
-from etha.integrations.vllm.weights.keep import KeptPart, Meta, nothing
+from etha.integrations.vllm.weights.keep import KeptPart, Meta, Recorded, nothing
 from etha.integrations.vllm.weights.loading import Reload, record
 from etha.integrations.vllm.weights.quantized import cast_refused, refuse_quantized
 from etha.integrations.vllm.weights.standin import StandIn
-from etha.integrations.vllm.weights.trace import Trace, whole
+from etha.integrations.vllm.weights.trace import Region, Trace, whole
 
 Dtypes = dict[str, torch.dtype]
 #: From this worker's dtypes by checkpoint name to the dtypes in which all workers of the engine receive.
@@ -98,6 +98,43 @@ class _Rehearsal:
         return torch.empty_like(self.replay.change(), device=self.device)
 
 
+class RegionMemory(Protocol):
+    """Memory that a version is received into."""
+
+    kept: dict[str, KeptPart]
+    regions: dict[str, Region]
+    shapes: dict[str, tuple[int, ...]]
+
+    def room(self) -> dict[str, torch.Tensor]:
+        """The kept region of each tensor."""
+        ...
+
+
+def refuse_recorded(recorded: Recorded, count: int) -> None:
+    """ConfigError for tensors, of ``count``, that the model does not take."""
+    if recorded.refused:
+        name, why = next(iter(recorded.refused.items()))
+        raise ConfigError(
+            f"the engine's model does not take {len(recorded.refused)} of the trainer's {count} tensors, "
+            f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
+        )
+    for cast in recorded.casts:
+        raise ConfigError(cast_refused(*cast))
+
+
+def room_of(item: KeptPart, memory: torch.device) -> torch.Tensor:
+    """New memory for a kept region."""
+    if memory.type == "cpu" and not nothing(item):
+        return mapped(item.shape, dtype=item.dtype)
+    return torch.empty(item.shape, dtype=item.dtype, device=memory)
+
+
+def stand_in_of(item: KeptPart, dense: torch.Tensor, device: torch.device) -> tuple[str, torch.Tensor]:
+    """A tensor as loaders expect it, whose kept region is ``dense``."""
+    tap = _Replay(RegionCut(dense.to(device), item.region))
+    return item.meta.name, StandIn.of(item.meta.shape, item.dtype, device, tap)
+
+
 class Received:
     """A version on its way into ``model``. Register ``room()`` and ``regions``; ``apply`` brings the version in.
 
@@ -127,14 +164,7 @@ class Received:
         # First, because tied parameters are several while they are created.
         live = {name for name, _ in model.named_parameters()}
         recorded = record(model, model_config, metas, device)
-        if recorded.refused:
-            name, why = next(iter(recorded.refused.items()))
-            raise ConfigError(
-                f"the engine's model does not take {len(recorded.refused)} of the trainer's {len(metas)} tensors, "
-                f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
-            )
-        for cast in recorded.casts:
-            raise ConfigError(cast_refused(*cast))
+        refuse_recorded(recorded, len(metas))
         self.kept = agreed(recorded.kept, agree)
         self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._atomic = atomic
@@ -165,11 +195,9 @@ class Received:
     def _room(self, item: KeptPart) -> torch.Tensor:
         if item.meta.name in self._written:
             return self._written[item.meta.name]
-        if self._memory.type == "cpu" and not nothing(item):
-            return mapped(item.shape, dtype=item.dtype)
-        return torch.empty(item.shape, dtype=item.dtype, device=self._memory)
+        return room_of(item, self._memory)
 
-    def take_room(self, other: Received) -> None:
+    def take_room(self, other: RegionMemory) -> None:
         """Use the memory of ``other``, which is registered; ConfigError if it keeps something else."""
         mine, theirs = (
             {name: (item.region, item.dtype) for name, item in received.kept.items()} for received in (self, other)
@@ -235,8 +263,7 @@ class Received:
         return found
 
     def _stand_in(self, item: KeptPart, dense: torch.Tensor) -> tuple[str, torch.Tensor]:
-        tap = _Replay(RegionCut(dense.to(self._device), item.region))
-        return item.meta.name, StandIn.of(item.meta.shape, item.dtype, self._device, tap)
+        return stand_in_of(item, dense, self._device)
 
     def _rehearsed(self, item: KeptPart) -> tuple[str, torch.Tensor]:
         blank = RegionCut(torch.empty(item.shape, dtype=item.dtype, device="meta"), item.region)
