@@ -70,8 +70,8 @@ def follow_options(vllm_config: Any) -> FollowOptions | None:
     """
     additional = getattr(vllm_config, "additional_config", None)
     given = additional.get(NAME) if isinstance(additional, Mapping) else None
-    loads = getattr(vllm_config.load_config, "load_format", None) == NAME
-    backend = getattr(vllm_config.weight_transfer_config, "backend", None)
+    loads = getattr(getattr(vllm_config, "load_config", None), "load_format", None) == NAME
+    backend = getattr(getattr(vllm_config, "weight_transfer_config", None), "backend", None)
     if given is None and not loads:
         return None
     if given is None:
@@ -86,7 +86,7 @@ def follow_options(vllm_config: Any) -> FollowOptions | None:
             f'--load-format {NAME} needs --weight-transfer-config \'{{"backend": "{NAME}"}}\', and not {backend!r}: '
             f"later versions come in by it"
         )
-    executor = getattr(vllm_config.parallel_config, "distributed_executor_backend", None)
+    executor = getattr(getattr(vllm_config, "parallel_config", None), "distributed_executor_backend", None)
     if executor not in (None, "mp", "uni"):
         raise ConfigError(
             f"--load-format {NAME} works with --distributed-executor-backend mp or uni, and not with {executor!r}: "
