@@ -139,9 +139,9 @@ local function drop(id)
 end
 
 -- ---- what sides have of tensors -----------------------------------------------------------------
+-- dtype, shape, covers, tied
 local function tensor(text)
-  local dtype, shape, covers = string.match(text, '^(%S+) (%S+) (%S+)$')
-  return dtype, shape, covers
+  return string.match(text, '^(%S+) (%S+) (%S+) ?(%S*)$')
 end
 
 -- How many indices two lists {start, stop, start, stop, ...} have in common.
@@ -225,23 +225,24 @@ end
 
 -- ---- who may feed whom ------------------------------------------------------------------------------
 -- '' if a holder of table ``source`` may feed a subscriber of table ``target`` a version of table ``description``:
--- each tensor has the publisher's dtype or the subscriber's own, and all that is wanted is there. Otherwise why not.
+-- each tensor has the publisher's dtype or the subscriber's own, all that is wanted is there, and what is one memory here
+-- is one memory there, because it has one content only. Otherwise why not.
 local function feeds(source, target, description)
   local field = source .. '>' .. target .. '@' .. description
   local known = redis.call('HGET', part('feeds'), field)
   if known then return known end
   local S, T, D = hash(table_key(source)), hash(table_key(target)), hash(table_key(description))
   if next(S) == nil or next(T) == nil or next(D) == nil then return 'tensors are not known any more' end
-  local names, why = {}, ''
+  local names, why, ties = {}, '', {}
   for name in pairs(T) do names[#names + 1] = name end
   table.sort(names)
   for _, name in ipairs(names) do
-    local dtype, shape, covers = tensor(T[name])
+    local dtype, shape, covers, tied = tensor(T[name])
     if not S[name] or not D[name] then
       why = 'tensor ' .. name .. ' is not among those that are published'
       break
     end
-    local has, its, part_of = tensor(S[name])
+    local has, its, part_of, its_tied = tensor(S[name])
     local published = tensor(D[name])
     if its ~= shape then
       why = 'tensor ' .. name .. ' has global shape ' .. its .. ' there and ' .. shape .. ' here'
@@ -249,7 +250,11 @@ local function feeds(source, target, description)
       why = 'tensor ' .. name .. ' is ' .. has .. ' there, neither ' .. published .. ' as published nor ' .. dtype
     elseif not includes(part_of, covers) then
       why = 'tensor ' .. name .. ' lacks elements there that are wanted here'
+    elseif tied ~= '' and (its_tied == '' or its_tied ~= (ties[tied] or its_tied)) then
+      why = 'tensor ' .. name .. ' is one memory with another one here and not there: tie them on both sides, or register '
+        .. 'one of them'
     end
+    if tied ~= '' then ties[tied] = its_tied end
     if why ~= '' then break end
   end
   redis.call('HSET', part('feeds'), field, why)

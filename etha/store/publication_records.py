@@ -32,25 +32,28 @@ class PublishedTensor:
     """One tensor of a side: torch's dtype without "torch.", global shape, and the part that its ranks have together.
 
     ``covers`` is "*" for all of it, else the digest of the set of elements: two sides with equal digests have the same.
+    ``tied``: "" if it has memory of its own, else a mark that all tensors have which share its memory.
     """
 
     dtype: str
     shape: tuple[int, ...]
     covers: str = WHOLE
+    tied: str = ""
 
     def text(self) -> str:
-        """As one field of the table's hash: DTYPE, SHAPE and COVERS, separated by spaces."""
-        return f"{self.dtype} [{','.join(map(str, self.shape))}] {self.covers}"
+        """As one field of the table's hash: DTYPE, SHAPE, COVERS and, if it has one, TIED, separated by spaces."""
+        return f"{self.dtype} [{','.join(map(str, self.shape))}] {self.covers} {self.tied}".rstrip()
 
     @classmethod
     def from_text(cls, key: str, name: str, text: str) -> PublishedTensor:
         """From one field of the hash at ``key``. ProtocolError names the field."""
-        wrong = FieldReader(key, {name: text}).wrong(name, "DTYPE [SIZE,...] COVERS")
+        wrong = FieldReader(key, {name: text}).wrong(name, "DTYPE [SIZE,...] COVERS [TIED]")
         dtype, _, rest = text.partition(" [")
-        sizes, _, covers = rest.partition("] ")
+        sizes, _, rest = rest.partition("] ")
+        covers, _, tied = rest.partition(" ")
         if not dtype or not covers or not all(one.isdigit() for one in sizes.split(",") if sizes):
             raise wrong
-        return cls(dtype=dtype, shape=tuple(int(one) for one in sizes.split(",") if sizes), covers=covers)
+        return cls(dtype=dtype, shape=tuple(int(one) for one in sizes.split(",") if sizes), covers=covers, tied=tied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ def _table(publication: str, side: str, manifests: Mapping[int, Manifest]) -> Te
         listed = "\n  ".join(map(str, wrong[:20]))
         raise RegistrationError(f"publication {publication!r}: {side} cannot enter it:\n  {listed}", violations=wrong)
     known: dict[int, str] = {}
+    tied = _tied(manifests)
     sets: dict[str, str] = {}
     tensors = {}
     for name, spec in with_products(specs, parts_of(manifests)).items():
@@ -135,7 +137,9 @@ def _table(publication: str, side: str, manifests: Mapping[int, Manifest]) -> Te
             covers = known[id(spec)] = set_digest(text)
             if text != covers and len(text) <= MAX_ELEMENT_SET:
                 sets[covers] = text
-        tensors[name] = PublishedTensor(dtype=dtypes.name_of(spec.dtype), shape=tuple(spec.shape), covers=covers)
+        tensors[name] = PublishedTensor(
+            dtype=dtypes.name_of(spec.dtype), shape=tuple(spec.shape), covers=covers, tied=tied.get(name, "")
+        )
     return TensorTable(tensors, sets)
 
 
@@ -143,3 +147,17 @@ def _elements(spec: TensorSpec) -> str:
     """The elements of a tensor that the side's ranks have together."""
     products = held_products(spec)
     return WHOLE if products is None else element_set(spec.shape, products)
+
+
+def _tied(manifests: Mapping[int, Manifest]) -> dict[str, str]:
+    """For each tensor that shares its memory with another one, on any rank, a mark of those that do."""
+    found: dict[str, str] = {}
+    for _, manifest in sorted(manifests.items()):
+        groups: dict[str, set[str]] = {}
+        for name, first in manifest.ties.items():
+            groups.setdefault(first, {first}).add(name)
+        for group in groups.values():
+            names = sorted({manifest.tensors[name].of or name for name in group if name in manifest.tensors})
+            mark = hashlib.sha256(names[0].encode()).hexdigest()[:16]
+            found |= {name: mark for name in names if len(names) > 1}
+    return found

@@ -18,6 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import etha
 from tests.flow.sites import Site
@@ -28,36 +29,78 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a side has the tensors: for each the dim that is cut over its ranks (None: each has all), and the dtype.
+    """How a side has the tensors. ``dims``: for each tensor the dim that is cut over the ranks (None: each has all), or
+    one such dim for each axis of ``mesh``; ``strided``: those whose first axis is a ``_StridedShard``, which is cut
+    after the second one. ``regions``: for a tensor, in place of that, the region of each rank.
 
-    ``regions``: for a tensor, in place of that, the region of each rank.
+    ``transposed``: tensors whose memory is in Fortran's order. ``tied``: name -> the tensor whose memory it shares.
     """
 
     world: int = 1
+    mesh: tuple[int, ...] = ()
     regions: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    dims: Mapping[str, int | None] = field(default_factory=dict)
+    dims: Mapping[str, int | tuple[int | None, ...] | None] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    strided: frozenset[str] = frozenset()
+    transposed: frozenset[str] = frozenset()
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def options(self, shapes: Shapes, rank: int) -> dict[str, Any]:
+        """As the client wants them."""
+        return {
+            "expected_world_size": self.world,
+            "rank": rank,
+            "shapes": dict(shapes),
+            "device_mesh": self.mesh or (self.world,),
+            "placements": self.placements(shapes),
+            "regions": {name: regions[rank] for name, regions in self.regions.items()},
+        }
 
     def placements(self, shapes: Shapes) -> dict[str, Any]:
-        """As the client wants them."""
-        dims = {name: self.dims.get(name) for name in shapes if name not in self.regions}
-        return {name: [Replicate() if dim is None else Shard(dim)] for name, dim in dims.items()}
+        """For each tensor one of each axis of the mesh."""
+        found: dict[str, Any] = {}
+        for name in shapes:
+            if name in self.regions:
+                continue
+            found[name] = [Replicate() if dim is None else Shard(dim) for dim in self._axes(name)]
+            if name in self.strided:
+                dim = self._axes(name)[0]
+                assert dim is not None
+                found[name][0] = _StridedShard(dim, split_factor=self.mesh[1])
+        return found
 
     def held(self, shapes: Shapes, version: int, rank: int, source: Cut | None = None) -> dict[str, torch.Tensor]:
         """What ``rank`` holds of a version that ``source`` has published."""
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
-            full = whole(shape, version, (source or self).dtype(name)).to(self.dtype(name))
-            if name in self.regions:
-                found[name] = picked(full, self.regions[name][rank])
+            if name in self.tied:
+                found[name] = found[self.tied[name]]
                 continue
-            dim = self.dims.get(name)
-            found[name] = full.clone() if dim is None else cut(full, dim, self.world, rank)
+            part = self._part(whole(shape, version, (source or self).dtype(name)).to(self.dtype(name)), name, rank)
+            if name in self.transposed:
+                dims = range(part.dim() - 1, -1, -1)
+                part = part.permute(*dims).contiguous().permute(*dims)
+            found[name] = part
         return found
 
     def dtype(self, name: str) -> torch.dtype:
         """That of a tensor."""
         return self.dtypes.get(name, torch.float32)
+
+    def _axes(self, name: str) -> tuple[int | None, ...]:
+        dims = self.dims.get(name)
+        return dims if isinstance(dims, tuple) else (dims,)
+
+    def _part(self, full: torch.Tensor, name: str, rank: int) -> torch.Tensor:
+        if name in self.regions:
+            return picked(full, self.regions[name][rank])
+        mesh = self.mesh or (self.world,)
+        coordinate = (rank,) if len(mesh) == 1 else (rank // mesh[1], rank % mesh[1])
+        axes = list(zip(self._axes(name), mesh, coordinate, strict=True))
+        for dim, parts, index in reversed(axes) if name in self.strided else axes:
+            if dim is not None:
+                full = cut(full, dim, parts, index)
+        return full.clone()
 
 
 class Fleet:
@@ -84,7 +127,7 @@ class Fleet:
         tensors = [cut_.held(self.shapes, 0, rank) for rank in range(cut_.world)]
         made = await asyncio.gather(
             *(
-                client.publish(self.name, held, publisher=publisher, **self._options(cut_, rank), **options)
+                client.publish(self.name, held, publisher=publisher, **cut_.options(self.shapes, rank), **options)
                 for rank, (client, held) in enumerate(zip(clients, tensors, strict=True))
             )
         )
@@ -99,24 +142,14 @@ class Fleet:
                 tensor.fill_(77)
                 if mapped:
                     held[name] = etha.empty(tuple(tensor.shape), dtype=tensor.dtype).fill_(77)
+            held.update({name: held[first] for name, first in cut_.tied.items()})
         made = await asyncio.gather(
             *(
-                client.subscribe(self.name, held, subscriber=subscriber, **self._options(cut_, rank), **options)
+                client.subscribe(self.name, held, subscriber=subscriber, **cut_.options(self.shapes, rank), **options)
                 for rank, (client, held) in enumerate(zip(clients, tensors, strict=True))
             )
         )
         return Replica(self, cut_, clients, tensors, list(made))
-
-    def _options(self, cut_: Cut, rank: int) -> dict[str, Any]:
-        placements = cut_.placements(self.shapes)
-        return {
-            "expected_world_size": cut_.world,
-            "rank": rank,
-            "device_mesh": (cut_.world,),
-            "placements": placements,
-            "shapes": dict(self.shapes),
-            "regions": {name: regions[rank] for name, regions in cut_.regions.items()},
-        }
 
     async def _clients(self, side: str, world: int) -> list[etha.AsyncTensorBusClient]:
         found = [self.site.client(side, rank, place=self._where(side, rank), timeout=60.0) for rank in range(world)]

@@ -127,7 +127,7 @@ async def test_a_rank_that_leaves_and_comes_again_while_redis_is_away(home: Site
         await first.close()
         (client,), held = first.clients, Cut().held(SHAPES, 0, 0)
         again = asyncio.ensure_future(
-            client.subscribe("p", held, subscriber="first", atomic=True, timeout=60, **fleet._options(Cut(), 0))
+            client.subscribe("p", held, subscriber="first", atomic=True, timeout=60, **Cut().options(SHAPES, 0))
         )
         await client.status()
         disk.server.start()
