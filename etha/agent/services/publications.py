@@ -15,7 +15,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -133,6 +133,8 @@ class LocalRank:
     #: Holders of earlier claims, by their numbers; and those with which a pair was formed, the last one at the end.
     sources: dict[int, str] = field(default_factory=dict)
     links: list[str] = field(default_factory=list)
+    #: Pairs with holders that its worker may be in, the last one at the end, and the batches of each.
+    pairs: dict[str, set[str]] = field(default_factory=dict)
     #: Of a publisher: the put that has a slot now, and why one has none yet; "" before Redis has answered.
     put: tuple[int, PutSlot] | None = None
     waits: str = ""
@@ -499,6 +501,10 @@ class PublicationService:
         self._store.publications.held.pop((publication, side.name, rank.number), None)
         rank.claim = rank.asked = None
         side.notify()
+        while rank.pairs:
+            pair, batches = rank.pairs.popitem()
+            if rank.number == 0 and not self._leaving:
+                self._spawn(self._forget_pair(pair, batches))
         self._say_left(publication, side.name, rank.number, rank.holder, reason, side)
         if role == "subscriber" and not side.attended:
             self._end_side(side)
@@ -793,10 +799,11 @@ class PublicationService:
             rank.sources = {**rank.sources, claim.number: claim.holder}
             while len(rank.sources) > MAX_SOURCES:
                 del rank.sources[next(iter(rank.sources))]
-            if rank.number == 0:
-                self._spawn(self._renew(side, rank, claim))
             pair = hop_pair(side.publication, claim.holder, side.holder)
             batch = hop_batch(pair, claim.slot)
+            self._note_pair(rank, pair, batch)
+            if rank.number == 0:
+                self._spawn(self._renew(side, rank, claim))
             if rank.session is not None and rank.buffers:
                 rank.session.hops[batch] = HopClaim(claim=claim.number, held=rank.buffers[0].seq)
             for slot, buffer in enumerate(rank.buffers):
@@ -817,6 +824,15 @@ class PublicationService:
             seq=claim.seq,
             version=claim.version,
         )
+
+    def _note_pair(self, rank: LocalRank, pair: str, batch: str) -> None:
+        """A worker that enters one more pair leaves that of the longest ago (``client.subscription.MAX_PAIRS``)."""
+        rank.pairs[pair] = rank.pairs.pop(pair, set()) | {batch}
+        while len(rank.pairs) > MAX_LINKS:
+            oldest = next(iter(rank.pairs))
+            batches = rank.pairs.pop(oldest)
+            if rank.number == 0:
+                self._spawn(self._forget_pair(oldest, batches))
 
     async def _withdraw(self, side: LocalSide, call: int) -> None:
         try:
@@ -1001,8 +1017,7 @@ class PublicationService:
             def left() -> None:
                 if (worker := rank.workers.pop(towards, None)) is not None:
                     asyncio.get_running_loop().call_soon(worker.close)
-                    if rank.number == 0:
-                        self._spawn(self._forget_pair(pair, len(rank.buffers)))
+                    self._forget_source_pair(rank, pair)
 
             rank.workers[towards] = HopWorker(
                 self._dispatcher,
@@ -1015,14 +1030,20 @@ class PublicationService:
             )
         return rank.workers[towards]
 
-    async def _forget_pair(self, pair: str, slots: int) -> None:
-        """Remove a pair from Redis that nobody needs any more, if all have left it."""
-        batches = [hop_batch(pair, slot) for slot in range(slots)]
+    def _forget_source_pair(self, rank: LocalRank, pair: str) -> None:
+        """The agent of rank 0 removes a pair from Redis from which it has sent."""
+        if rank.number == 0 and not self._leaving:
+            self._spawn(self._forget_pair(pair, {hop_batch(pair, slot) for slot in range(len(rank.buffers))}))
+
+    async def _forget_pair(self, pair: str, batches: Collection[str]) -> None:
+        """Remove a pair from Redis that nobody needs any more, if all leave it soon. Both its sides do, so that the one
+        which leaves last finds it."""
         with suppress(EthaError, TimeoutError):
             async with asyncio.timeout(_FORGET), self._store.changes(self._store.keys.pair(pair)) as changed:
-                while not await self._store.pairs.forget(pair, batches[0]):
+                first, *others = sorted(batches)
+                while not await self._store.pairs.forget(pair, first):
                     await changed()
-                for batch in batches[1:]:
+                for batch in others:
                     await self._store.pairs.forget(pair, batch)
 
     def _end_side(self, side: LocalSide) -> None:
@@ -1046,7 +1067,9 @@ class PublicationService:
         await side.until(lambda: not side.hops)
         for rank in side.ranks.values():
             while rank.workers:
-                rank.workers.popitem()[1].close()
+                towards, worker = rank.workers.popitem()
+                worker.close()
+                self._forget_source_pair(rank, hop_pair(side.publication, side.holder, towards))
             segments, rank.segments = rank.segments, ()
             await asyncio.to_thread(_close_all, segments)
 
