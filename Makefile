@@ -165,6 +165,12 @@ chaos: install
 soak: install
 	@$(PRIVATE) $(BIN)/python -m pytest tests/proof/test_soak.py tests/proof/test_cycles.py tests/groups/baby/test_baby.py -m soak -s $(PYTEST)
 
+# 16 replicas of two ranks for ten minutes, while ranks and agents are killed and stopped at random, replicas leave and join and
+# the trainer is launched again: no mixture, the newest version in time, no agent grows. ETHA_FLEET_SEED, _MINUTES, _REPLICAS.
+.PHONY: fleet
+fleet: install
+	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/proof/test_fleet.py -m soak -s $(PYTEST)
+
 # Replicas of two ranks, sharded by FSDP2, are lost 50 times at random moments, with agents and Redis now and then; the
 # weights are those of one process. Configures of each kind of group by the thousand leave nothing.
 .PHONY: soak-groups
