@@ -9,10 +9,10 @@ import pytest
 from etha.errors import EthaError
 from etha.integrations.vllm.engine.follower import (
     LAST_DELAY,
-    BringIn,
     Collect,
     EngineFollower,
     FollowerState,
+    InstallVersion,
     Pause,
     Receive,
     Retry,
@@ -32,7 +32,7 @@ def test_a_version_comes_in_when_all_workers_hold_it_and_the_engine_has_paused()
     follower = started()
     assert follower.reported(1) == [Collect()]
     assert follower.collected([TWO, TWO]) == [Pause()]
-    assert follower.paused(ours=True) == [BringIn("two")]
+    assert follower.paused(ours=True) == [InstallVersion("two")]
     assert follower.brought_in() == [Receive(turn=2, newer_than=2, renew=False)]
 
 
@@ -40,7 +40,7 @@ def test_an_engine_that_somebody_has_let_go_on_is_paused_again() -> None:
     follower = started()
     follower.collected([TWO, TWO])
     assert follower.paused(ours=False) == [Pause()]
-    assert follower.paused(ours=True) == [BringIn("two")]
+    assert follower.paused(ours=True) == [InstallVersion("two")]
 
 
 def test_words_of_an_earlier_receive_are_late() -> None:
@@ -131,7 +131,7 @@ def test_in_any_order_of_events_no_version_comes_in_that_not_all_hold_or_that_is
         else:
             continue
         for effect in effects:
-            if isinstance(effect, BringIn):
+            if isinstance(effect, InstallVersion):
                 assert len(set(claimed)) == 1
                 assert not claimed[0].error
                 assert claimed[0].seq > held

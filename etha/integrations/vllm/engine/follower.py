@@ -66,7 +66,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class BringIn:
+class InstallVersion:
     """All workers bring the version into the model; then the engine goes on, with this version's name."""
 
     version: str
@@ -81,7 +81,7 @@ class Retry:
     why: str
 
 
-FollowerEffect = Receive | Collect | Pause | BringIn | Retry
+FollowerEffect = Receive | Collect | Pause | InstallVersion | Retry
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ class EngineFollower:
         """The engine has paused. ``ours``: nobody has let it go on since it was told to."""
         if self.state is not FollowerState.PAUSING or self.coming is None:
             return []
-        return [BringIn(self.coming.version)] if ours else [Pause()]
+        return [InstallVersion(self.coming.version)] if ours else [Pause()]
 
     def brought_in(self) -> list[FollowerEffect]:
         """The model holds the version, on all workers."""

@@ -25,10 +25,10 @@ from typing import Any, NoReturn
 from etha.errors import ConfigError, TransferError
 from etha.integrations.vllm.engine.follow_options import FollowOptions, follow_options
 from etha.integrations.vllm.engine.follower import (
-    BringIn,
     Collect,
     EngineFollower,
     FollowerEffect,
+    InstallVersion,
     Pause,
     Receive,
     Retry,
@@ -91,7 +91,7 @@ class EngineFollowing:
                     left += self.follower.collected(self._engine.collective_rpc(_outcome))
                 case Pause():
                     self._pause()
-                case BringIn(version=version):
+                case InstallVersion(version=version):
                     self._bring_in(version)
                     left += self.follower.brought_in()
                 case Retry(turn=turn, seconds=seconds, why=why):
