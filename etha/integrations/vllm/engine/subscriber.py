@@ -161,7 +161,7 @@ class EngineSubscriber:
     # ---- later versions -------------------------------------------------------------------------
 
     def begin(self, turn: int, newer_than: int, *, renew: bool, news: str) -> None:
-        """Begin to receive a version newer than ``newer_than``; EngineCore is logged on ``news`` when that has ended.
+        """Begin to receive a version newer than ``newer_than``; EngineCore is told on ``news`` when that has ended.
 
         ``renew``: enter the publication again first. Does not wait.
         """
