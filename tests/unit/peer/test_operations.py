@@ -28,8 +28,10 @@ BUS = {
     "group_noted", "group_progress",
     "put_values", "swap_value", "values",
     "pull", "pulled",
-    "announced", "begin_put", "claim_lost", "claim_version", "close_publication", "close_subscription", "end_hop",
-    "finish_put", "get_subscribers", "leave_pair", "publish", "published", "slot_given", "subscribe", "subscribed",
+    "announced", "begin_put", "claim_lost", "claim_version", "close_publication", "close_subscription",
+    "describe_publication", "end_hop",
+    "finish_put", "get_subscribers", "holders", "leave_pair", "publication_described",
+    "publish", "published", "slot_given", "subscribe", "subscribed", "wait_holders",
     "subscribers", "version_claimed", "wait_held",
 }  # fmt: skip
 #: Between agents: about a pair or a batch, and about the link itself.
@@ -37,7 +39,7 @@ LINK = {
     "abort", "answer", "ask_missing", "ask_records", "ask_tokens", "book", "booked", "commit", "committed", "copied",
     "declined",
     "done", "exhibits", "failed", "forsaken", "give_tokens", "go", "meet", "met", "noted", "offer", "question", "ready",
-    "recall", "refused", "stood", "sums", "tell_missing", "tell_records", "unbook", "unique_id", "unready",
+    "recall", "refused", "stood", "sums", "tell_missing", "tell_records", "held_base", "unbook", "unique_id", "unready",
 }  # fmt: skip
 LINK_ITSELF = {"hello", "welcome", "beat", "bye"}
 
