@@ -22,7 +22,7 @@ TRANSFERS, EVENTS = 40, 120
 #: Ranks, or names, that one cell lists.
 LISTED = 8
 #: What the page has places of its own for; other lists of a report become tables with their keys as columns.
-_PLACED = frozenset({"agent", "agents", "pairs", "batches", "groups", "local"})
+_PLACED = frozenset({"agent", "agents", "pairs", "batches", "groups", "publications", "local"})
 #: Seconds between the records of one transfer by several agents, at most.
 _ONE_TRANSFER = 60.0
 
@@ -62,6 +62,7 @@ def page(
         "pairs": [_pair(line) for line in found["pairs"]],
         "batches": [_batch(line) for line in found["batches"]],
         "groups": [_group(line) for line in found.get("groups", ())],
+        "publications": [_publication(line) for line in found.get("publications", ())],
         "more": {name: _rows(lines) for name, lines in found.items() if name not in _PLACED and _is_table(lines)},
         "waiting": waiting,
         "transfers": _transfers(events),
@@ -164,6 +165,39 @@ def _group(line: Mapping[str, Any]) -> dict[str, Any]:
         "replicas": replicas,
         "waits_for": group_line(dict(line))["waits for"],
     }
+
+
+def _publication(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A publication with a line for each subscriber: what it holds, how far it is behind, and who feeds it."""
+    publishers = [one for one in line["holders"] if one["publisher"]]
+    return {
+        **{name: line[name] for name in ("publication", "state", "publisher", "seq", "version", "age")},
+        "kept": [_label(slot) for one in publishers for slot in sorted(one["slots"], key=lambda slot: -slot["seq"])],
+        "places": f"{sum(one['used'] for one in publishers)} of {sum(one['places'] for one in publishers)}",
+        "subscribers": [
+            {
+                "subscriber": one["subscriber"],
+                "state": one["state"],
+                "version": _label(one),
+                "lag": one["lag"],
+                "lag_seconds": one["lag_seconds"],
+                "source": one["source"].partition("/")[0],
+                "seconds": one["seconds"] or None,
+                "feeds": _some(one["readers"]),
+                "where": _some([f"{rank['host']} pid {rank['pid']}" for rank in one["ranks"]]),
+                "error": one["error"],
+            }
+            for one in line["subscribers"]
+        ],
+    }
+
+
+def _label(held: Mapping[str, Any]) -> str:
+    """A version as people know it: its label and its number, or its number alone."""
+    if not held["seq"]:
+        return ""
+    own = held["version"] is not None and held["version"] != held["seq"]
+    return f"{held['version']} (number {held['seq']})" if own else str(held["seq"])
 
 
 def _replica_state(one: Mapping[str, Any]) -> str:

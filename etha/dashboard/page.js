@@ -36,6 +36,7 @@ const time = (at) => make("time", "", clock.format(new Date(at * 1000)));
 const SHADES = {
   formed: "good", registered: "good", idle: "good", open: "good", committed: "good", member: "good", self: "soft", closed: "soft", none: "soft",
   lost: "bad", refused: "bad", failed: "bad", missing: "bad", aborted: "bad", unknown: "bad", "agent silent": "bad", withdrawn: "bad",
+  current: "good", open: "good", receiving: "good",
   forming: "warn", waiting: "warn", opening: "warn", changing: "warn", joins: "warn", behind: "warn", enrolling: "warn",
 };
 const state = (text) => make("span", SHADES[String(text).split(",")[0]] ?? "", text);
@@ -73,6 +74,7 @@ function tiles(page) {
     [`${formed}/${page.pairs.length}`, "pairs formed", ""],
     [page.batches.length, page.batches.length === 1 ? "batch here" : "batches here", ""],
     [page.groups.length, page.groups.length === 1 ? "elastic group" : "elastic groups", ""],
+    [page.publications.length, page.publications.length === 1 ? "publication" : "publications", ""],
     [page.waiting.length, page.waiting.length === 1 ? "waits" : "wait", page.waiting.length ? "warn" : ""],
     [page.failures, page.failures === 1 ? "failure lately" : "failures lately", page.failures ? "bad" : ""],
   ];
@@ -140,6 +142,27 @@ function groups(lines) {
   ]));
 }
 
+function publications(lines) {
+  if (!lines.length) { fill("publications", make("p", "empty", "There is none.")); return; }
+  fill("publications", ...lines.flatMap((one) => {
+    const newest = one.seq ? `newest version ${one.version ?? one.seq}, number ${number.format(one.seq)}` : "no version yet";
+    const age = one.age === null ? "" : `, ${seconds(one.age)} old`;
+    const kept = one.kept.length ? `; the publisher keeps ${one.kept.join(", ")} and feeds ${one.places}` : "";
+    return [
+      make("h3", "", one.publication, " ", state(one.state), make("span", "soft", ` by ${one.publisher || "nobody"}: ${newest}${age}${kept}`)),
+      table(
+        [["subscriber"], ["state", "short"], ["holds"], ["behind", "short"], ["fed by"], ["last took", "short"], ["feeds"], ["processes"], ["last error", "text"]],
+        one.subscribers.map((each) => plain([
+          each.subscriber, state(each.state), each.version || "\u2013",
+          each.lag ? `${number.format(each.lag)}, for ${seconds(each.lag_seconds)}` : "",
+          each.source, each.seconds === null ? "" : seconds(each.seconds), list(each.feeds), list(each.where), each.error,
+        ])),
+        "Nobody has subscribed.",
+      ),
+    ];
+  }));
+}
+
 function events(page) {
   const only = byId("failed").checked;
   const lines = page.events.filter((one) => one.failed || !only);
@@ -170,6 +193,7 @@ function draw(page) {
     "No agent of this host has a batch.",
   ));
   groups(page.groups);
+  publications(page.publications);
   byId("more").replaceChildren(...Object.entries(page.more).map(([name, { columns, rows }]) => make(
     "section", "", make("h2", "", name[0].toUpperCase() + name.slice(1)),
     make("div", "body", table(columns.map((column) => [column.replaceAll("_", " ")]), rows.map(plain), "")),

@@ -28,6 +28,7 @@ from etha.dashboard.server import serving
 from etha.errors import ConfigError
 from tests.flow.commands.browser import Page, chromium
 from tests.flow.commands.running import etha as command
+from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.sides import Sides
 from tests.flow.sites import Site, environment, open_site
 from tests.flow.ways import Way
@@ -130,6 +131,36 @@ async def test_the_page_shows_a_group_that_loses_a_member(runtime: Path) -> None
             await keep(page, "group-after")
             assert page.complaints == []
         await asyncio.to_thread(job.end, ranks["a"], ranks["b"])
+
+
+@pytest.mark.needs("chromium")
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+async def test_the_page_shows_a_fleet_of_eight(width: int, dark: bool, pair: str) -> None:
+    with open_site(Way.TCP) as site:
+        places = {"trainer": "a"} | {f"replica-{number}": "ab"[number % 2] for number in range(8)}
+        async with (
+            Fleet(site, pair, {"w": (64, 64)}, where=lambda side, _: places[side]) as fleet,
+            dashboard(site.at("a")) as url,
+            chromium() as browser,
+        ):
+            page = await browser.open(url, width=width, dark=dark)
+            await page.shows("Publications", "There is none.")
+            trainer = await fleet.publish(Cut())
+            replicas = [await fleet.subscribe(f"replica-{number}", Cut(), atomic=True) for number in range(8)]
+            await trainer.put(1)
+            for one in replicas:
+                await one.next()
+            await page.shows(pair, "by trainer: newest version 1, number 1", "replica-7", "current")
+            await page.becomes("document.querySelectorAll('#publications tbody tr').length === 8")
+            await trainer.put(2)
+            for one in replicas[:5]:
+                await one.next()
+            await replicas[7].close()
+            await page.shows("newest version 2, number 2", "the publisher keeps 2, 1", "behind")
+            await page.becomes("document.querySelectorAll('#publications tbody tr').length === 7")
+            assert await fits(page)
+            await keep(page, f"fleet-{width}")
+            assert page.complaints == []
 
 
 @pytest.mark.needs("chromium")

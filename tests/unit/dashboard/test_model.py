@@ -154,9 +154,9 @@ def test_as_many_lines_are_sent_as_the_page_has_room_for() -> None:
 
 def test_what_the_page_has_no_place_for_is_a_table_of_its_keys() -> None:
     lines = [{"name": "llama", "holders": [{"rank": 0, "lag": 2}], "live": True}, {"name": "x", "bytes": 2_000_000}]
-    found = shown({**agent("cpu"), "publications": lines, "empty": [], "number": 3})
+    found = shown({**agent("cpu"), "models": lines, "empty": [], "number": 3})
     assert found["more"] == {
-        "publications": {
+        "models": {
             "columns": ["name", "holders", "live", "bytes"],
             "rows": [["llama", "rank 0, lag 2", "yes", ""], ["x", "", "", "2,000,000"]],
         }
@@ -166,3 +166,43 @@ def test_what_the_page_has_no_place_for_is_a_table_of_its_keys() -> None:
 def test_control_characters_are_written_out_and_markup_is_left_to_the_page() -> None:
     found = shown(agent("cpu", batches=[batch(version="<b>\x1b[2J\u202e")]))
     assert found["batches"][0]["version"] == "<b>\\x1b[2J\\u202e"
+
+
+def test_a_publication_shows_who_holds_what_and_from_whom() -> None:
+    def subscriber(name: str, **more: Any) -> dict[str, Any]:
+        line = {"subscriber": name, "state": "current", "seq": 4, "version": "step-40", "lag": 0, "lag_seconds": 0.0}
+        line |= {"source": "trainer/7", "seconds": 0.25, "places": 1, "readers": [], "world_size": 1, "error": ""}
+        return {**line, "ranks": [{"rank": 0, "host": "host-b", "pid": 12}], **more}
+
+    line = {
+        "publication": "policy",
+        "state": "open",
+        "publisher": "trainer",
+        "seq": 4,
+        "version": "step-40",
+        "age": 2.0,
+        "subscribers": [
+            subscriber("a", readers=[f"r{number}" for number in range(LISTED + 1)]),
+            subscriber("b", state="behind", seq=0, version=None, lag=4, source="", seconds=0.0),
+            subscriber("c", seq=3, version=3),
+        ],
+        "holders": [
+            {
+                "holder": "trainer/7",
+                "publisher": True,
+                "orphan": False,
+                "places": 2,
+                "used": 1,
+                "slots": [{"slot": 0, "seq": 3, "version": 3}, {"slot": 1, "seq": 4, "version": "step-40"}],
+            },
+            {"holder": "a/8", "publisher": False, "orphan": False, "places": 1, "used": 1, "slots": []},
+        ],
+        "hops": [],
+        "queue": [],
+    }
+    (found,) = shown(agent("cpu", publications=[line]))["publications"]
+    assert (found["kept"], found["places"]) == (["step-40 (number 4)", "3"], "1 of 2")
+    a, b, c = found["subscribers"]
+    assert (a["version"], a["source"], a["feeds"][-1]) == ("step-40 (number 4)", "trainer", "and 1 more")
+    assert (b["version"], b["seconds"], b["lag"], b["source"]) == ("", None, 4, "")
+    assert (c["version"], c["where"]) == ("3", ["host-b pid 12"])
