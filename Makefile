@@ -169,7 +169,7 @@ soak: install
 # the trainer is launched again: no mixture, the newest version in time, no agent grows. ETHA_FLEET_SEED, _MINUTES, _REPLICAS.
 .PHONY: fleet
 fleet: install
-	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/proof/test_fleet.py -m soak -s $(PYTEST)
+	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/flow/publishing/test_attacked_fleet.py tests/proof/test_fleet.py -m soak -s $(PYTEST)
 
 # Replicas of two ranks, sharded by FSDP2, are lost 50 times at random moments, with agents and Redis now and then; the
 # weights are those of one process. Configures of each kind of group by the thousand leave nothing.

@@ -130,7 +130,8 @@ end
 redis.call('HSET', own_key, int(rank), json(me))
 if not ranks[rank] then
   count = count + 1
-  event('joined', 'publication', req.publication, 'side', side, 'rank', int(rank), 'launch', S.launch)
+  event('joined', 'publication', req.publication, 'side', side, 'rank', int(rank), 'launch', S.launch, 'pid', int(me.pid),
+    'host', (me.name or '') ~= '' and me.name or me.host)
 end
 ranks[rank] = me
 local complete = count >= req.world

@@ -11,7 +11,7 @@ from tests.flow.ways import Way
 
 
 @pytest.mark.slow
-@pytest.mark.more
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_small_fleet_is_attacked_for_a_while() -> None:
     with open_site(Way.TCP) as site, Job(lambda side, rank: {}) as job:

@@ -236,6 +236,15 @@ async def test_with_two_slots_a_put_never_waits_and_with_one_it_names_who_reads(
     assert (again.seq, again.version, again.protected) == (2, 2, True), "a hop that was ended once is not ended again"
 
 
+async def test_events_say_where_a_rank_runs(fleet: Fleet) -> None:
+    await fleet.enter("trainer", 0)
+    member = RankHolder(agent="a", host="far-id", name="node7", pid=77, start=1)
+    await fleet.enter("r0", 1, member=member)
+    joined = [fields for _, fields in await fleet.store.events() if fields["kind"] == "joined"]
+    found = [(one["side"], one["rank"], one["pid"], one["host"]) for one in joined]
+    assert found == [("trainer", "0", "1000", "far"), ("r0", "0", "77", "node7")]
+
+
 async def test_a_put_that_is_given_up_takes_no_version_away(fleet: Fleet) -> None:
     await fleet.enter("trainer", 0, places=4, slots=1)
     for number in range(3):
