@@ -173,6 +173,21 @@ async def test_malformed_differences_end_the_run(monkeypatch: pytest.MonkeyPatch
         assert any(isinstance(e, ProtocolError) and "malformed" in str(e) for e in leaves(raised.value))
 
 
+async def test_a_frame_longer_than_its_piece_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = FrameWriter.add
+
+    def wrong(writer: FrameWriter, newer: memoryview, older: memoryview, dtype: torch.dtype) -> None:
+        add(writer, newer, older, dtype)
+        FRAME.pack_into(writer._room, 0, 1 << 31)
+
+    monkeypatch.setattr(FrameWriter, "add", wrong)
+    job = rows(1, 1, (512, 1024), Shard(0), "a", "b")
+    before = cloned(job.source)
+    with pytest.raises(ExceptionGroup) as raised:
+        await second(job, before)
+    assert any("sends a difference of 2147483648 bytes for a piece of" in str(e) for e in leaves(raised.value))
+
+
 def test_ranks_share_a_base_only_if_all_have_the_same() -> None:
     one, other = (BaseVersion(seq=seq, views={}, intact=lambda: True) for seq in (1, 2))
     assert joined([]) is None and joined([one, None]) is None and joined([one, other]) is None
