@@ -94,17 +94,17 @@ if req.role == 'subscriber' and (P.description or '') ~= '' then
   if why ~= '' then return refuse('config', where .. ': ' .. why) end
 end
 if opens then
-  -- Sides whose agents do not answer any more are forgotten, at most once a minute. An agent that comes back puts them
-  -- back.
+  -- Sides none of whose agents answers any more are forgotten, at most once a minute. An agent that comes back puts them
+  -- back. If one answers, its ranks ask, and end_if_silent ends the side for all.
   if now - number(P.swept) > 60000 then
     P.swept = now
     for _, name in ipairs(redis.call('SMEMBERS', part('sides'))) do
       local other = hash(side_key(name))
-      local members, agents = ranks_of(other, side_key(name)), {}
-      for _, m in pairs(members) do agents[#agents + 1] = m.agent end
+      local answers = false
+      for _, m in pairs((ranks_of(other, side_key(name)))) do answers = served({m.agent}) or answers end
       if not other.serial then
         redis.call('SREM', part('sides'), name)
-      elseif not served(agents) and other.role == 'subscriber' then
+      elseif not answers and other.role == 'subscriber' then
         end_side(name, other, 'died', 'an agent of ' .. name .. ' does not answer')
         remove(retired, retired[#retired])
       end
