@@ -591,6 +591,23 @@ async def test_a_holder_whose_agent_is_silent_is_passed_over(server: Server, fle
         assert await fleet.publications.holder("p", f"r0/{fleet.sides['r0'].serial}") is None
 
 
+async def test_a_side_of_which_one_agent_answers_is_not_forgotten(server: Server, fleet: Fleet) -> None:
+    """Its ranks would put it back without the others, and wait for these for ever."""
+    keys = fleet.store.keys
+    async with agent(server.url, keys.namespace, "b") as other:
+        await fleet.enter("trainer", 0)
+        await fleet.enter("half", 1, world=2)
+        assert (await fleet.enter("half", 2, rank=1, world=2, agent="b")).complete
+        await fleet.enter("silent", 3, agent="b")
+        await other.agents.withdraw()
+        connection = fleet.store._session.connection
+        await connection.call("sweep", lambda client: client.hset(keys.publication("p"), "swept", 0), 10)
+        await fleet.enter("late", 4)
+        view = await fleet.publications.view("p")
+        assert view is not None and [one.name for one in view.subscribers] == ["half", "late"]
+        assert (await fleet.ask("half")).claim is None
+
+
 async def test_a_question_is_taken_back(fleet: Fleet) -> None:
     await fleet.enter("trainer", 0)
     await fleet.enter("r", 1)
