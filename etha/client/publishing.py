@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Coroutine
-from typing import Any, Self
+from typing import Any, Generic, Self
 
 from etha.client.loop_thread import in_own_thread
 from etha.client.one_process import OfOneProcess
 from etha.client.publication import AsyncPublication, PublishedVersion, SubscriberState
 from etha.client.results import OnCommit, OnProgress, Version
-from etha.client.subscription import AsyncSubscription, Update
-from etha.errors import EthaError
+from etha.client.subscription import AsyncSubscription, AsyncVersions, Taken, Update
 
 #: Runs a coroutine on the clients' loop thread and waits for it.
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -67,7 +65,36 @@ class Publication(OfOneProcess):
         self.close()
 
 
-class Subscription(OfOneProcess):
+class Versions(Generic[Taken]):
+    """``AsyncVersions`` for the blocking client: ``for`` yields what ``next`` returns, ``with`` closes it."""
+
+    def __init__(self, inner: AsyncVersions[Taken], run: Run, run_closing: Run) -> None:
+        """Not for users."""
+        self._each, self._run, self._run_closing = inner, run, run_closing
+
+    def close(self) -> None:
+        """Follow the publication no more. What was received stays. Idempotent."""
+        self._run_closing(self._each.close())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Taken:
+        """The next version, however long it takes. Ends when this is closed."""
+        try:
+            taken: Taken = self._run(self._each.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+        return taken
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Subscription(OfOneProcess, Versions[Update]):
     """What ``TensorBusClient.subscribe`` returns; ``with`` closes it, ``for`` yields new versions.
 
     See ``AsyncSubscription``.
@@ -75,7 +102,8 @@ class Subscription(OfOneProcess):
 
     def __init__(self, inner: AsyncSubscription, run: Run, run_closing: Run) -> None:
         """Not for users."""
-        self._inner, self._run, self._run_closing = inner, run, run_closing
+        super().__init__(inner, run, run_closing)
+        self._inner = inner
 
     @property
     def name(self) -> str:
@@ -123,27 +151,3 @@ class Subscription(OfOneProcess):
             )
         )
         return update
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Update:
-        """The next version, however long it takes. Ends when the subscription is closed."""
-        if not self._inner.is_open:
-            raise StopIteration
-        try:
-            return self.next(timeout=math.inf)
-        except EthaError:
-            if not self._inner.is_open:
-                raise StopIteration from None
-            raise
-
-    def close(self) -> None:
-        """Follow the publication no more. The tensors keep what they hold. Idempotent."""
-        self._run_closing(self._inner.close())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, Self, TypeVar
 
 from etha.bus.messages import (
     Announced,
@@ -53,6 +54,8 @@ from etha.memory.handles import TensorHandle
 
 log = logging.getLogger(__name__)
 
+#: What taking a version returns.
+Taken = TypeVar("Taken")
 #: Seconds that a holder's agents have to come to a hop: longer than the lease of an agent that is dead.
 HOP_START = 20.0
 #: Pairs with holders that a subscription keeps.
@@ -106,7 +109,45 @@ class HopClient(Protocol):
         ...
 
 
-class AsyncSubscription(OfOneProcess):
+class AsyncVersions(ABC, Generic[Taken]):
+    """Something that takes versions until it is closed: ``async for`` yields what ``next`` returns, ``async with``
+    closes it."""
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+
+    @abstractmethod
+    async def next(self, *, timeout: float | None = None) -> Taken:
+        """Take the next version."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Take no more. Idempotent."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Taken:
+        """The next version, however long it takes. Ends when this is closed."""
+        if not self.is_open:
+            raise StopAsyncIteration
+        try:
+            return await self.next(timeout=math.inf)
+        except EthaError:
+            if not self.is_open:
+                raise StopAsyncIteration from None
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
     """What ``AsyncTensorBusClient.subscribe`` returns. ``async with`` closes it, ``async for`` yields new versions."""
 
     def __init__(
@@ -246,20 +287,6 @@ class AsyncSubscription(OfOneProcess):
         finally:
             self._busy = False
 
-    def __aiter__(self) -> AsyncSubscription:
-        return self
-
-    async def __anext__(self) -> Update:
-        """The next version, however long it takes. Ends when the subscription is closed."""
-        if not self._open:
-            raise StopAsyncIteration
-        try:
-            return await self.next(timeout=math.inf)
-        except EthaError:
-            if not self._open:
-                raise StopAsyncIteration from None
-            raise
-
     async def close(self) -> None:
         """Follow the publication no more. The tensors keep what they hold. Idempotent."""
         if not self._open:
@@ -273,12 +300,6 @@ class AsyncSubscription(OfOneProcess):
                 await self._leave()
         finally:
             self._shadows = None
-
-    async def __aenter__(self) -> AsyncSubscription:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     def hear(self, message: Announced | ClaimLost) -> None:
         """Not for users. News from the agent."""

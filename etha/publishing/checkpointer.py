@@ -12,20 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch.distributed.tensor import Replicate
 
 import etha
-from etha import AsyncSubscription, AsyncTensorBusClient, ConfigError, EthaError, TensorBusClient
+from etha import AsyncSubscription, AsyncTensorBusClient, ConfigError, TensorBusClient
 from etha.client.arguments.world import RankInfo
+from etha.client.publishing import Versions
 from etha.client.results import Version
+from etha.client.subscription import AsyncVersions
 from etha.client.tasks import Deadline, Shield
 from etha.config import LaunchEnv
 from etha.publishing.checkpoint_files import CheckpointDirectory, check_dtypes
@@ -48,7 +48,7 @@ class Checkpoint:
     seconds: float
 
 
-class AsyncCheckpointer:
+class AsyncCheckpointer(AsyncVersions[Checkpoint]):
     """Writes versions of a publication to ``directory``; ``async for`` yields each ``Checkpoint``.
 
     async with etha.AsyncTensorBusClient() as client:
@@ -99,6 +99,11 @@ class AsyncCheckpointer:
         self._turn = asyncio.Lock()
         self._open = True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed."""
+        return self._open
+
     async def next(self, *, timeout: float | None = None) -> Checkpoint:
         """Receive the newest version that is due, and write it. Collective over the ranks, as ``subscription.next``.
 
@@ -126,26 +131,6 @@ class AsyncCheckpointer:
         self._open = False
         if self._subscription is not None:
             await self._subscription.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Checkpoint:
-        """The next checkpoint, however long it takes. Ends when the checkpointer is closed."""
-        if not self._open:
-            raise StopAsyncIteration
-        try:
-            return await self.next(timeout=math.inf)
-        except EthaError:
-            if not self._open:
-                raise StopAsyncIteration from None
-            raise
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
 
     # ---- inside -------------------------------------------------------------------------------
 
@@ -201,7 +186,7 @@ class AsyncCheckpointer:
         )
 
 
-class Checkpointer:
+class Checkpointer(Versions[Checkpoint]):
     """The same for ``TensorBusClient``: ``with`` closes it, ``for`` yields each ``Checkpoint``.
 
     See ``AsyncCheckpointer`` for the arguments and for what is written.
@@ -220,9 +205,9 @@ class Checkpointer:
         expected_world_size: int | None = None,
         rank: int | None = None,
     ) -> None:
-        inner, self._run, self._run_closing = client.facade()
+        async_client, run, run_closing = client.facade()
         self._inner = AsyncCheckpointer(
-            inner,
+            async_client,
             name,
             directory,
             subscriber=subscriber,
@@ -232,28 +217,9 @@ class Checkpointer:
             expected_world_size=expected_world_size,
             rank=rank,
         )
+        super().__init__(self._inner, run, run_closing)
 
     def next(self, *, timeout: float | None = None) -> Checkpoint:
         """Receive the newest version that is due, and write it; see ``AsyncCheckpointer.next``."""
         checkpoint: Checkpoint = self._run(self._inner.next(timeout=timeout))
         return checkpoint
-
-    def close(self) -> None:
-        """Follow the publication no more. What is written stays. Idempotent."""
-        self._run_closing(self._inner.close())
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Checkpoint:
-        """The next checkpoint, however long it takes. Ends when the checkpointer is closed."""
-        try:
-            return self._run(self._inner.__anext__())  # type: ignore[no-any-return]
-        except StopAsyncIteration:
-            raise StopIteration from None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
