@@ -637,10 +637,11 @@ class AsyncTensorBusClient(OfOneProcess):
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of(name, place, device_mesh, None)
         self._check_usable()
-        if name in self._subscriptions:
+        followed = self._subscriptions.get(name)
+        if followed is not None and not followed.is_lost:
             raise ConfigError(
-                f"this client follows publication {name!r} already, as {self._subscriptions[name].subscriber}: close "
-                f"that subscription first, or use another client"
+                f"this client follows publication {name!r} already, as {followed.subscriber}: close that subscription "
+                f"first, or use another client"
             )
         with self._calls.begin(f"subscribe to {name!r}"):
             connection = await self._connect(deadline.left)

@@ -212,6 +212,11 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         return self._open
 
     @property
+    def is_lost(self) -> bool:
+        """Whether its agent is lost, so that it receives nothing any more: call ``subscribe`` again."""
+        return self._connection.lost
+
+    @property
     def lag(self) -> int:
         """How many versions newer than that of the tensors have been announced, as far as this worker has heard."""
         return max(0, self._newest - self._seq)

@@ -567,6 +567,7 @@ local function add_holder(side, S, ranks)
   return h
 end
 
+-- Why a launch may not come again: another one has superseded it.
 local function retired_text(side, launch)
   for _, one in ipairs(retired) do
     if one[1] == side .. '/' .. launch then return one[2] end
@@ -574,7 +575,6 @@ local function retired_text(side, launch)
   return nil
 end
 
--- A launch of a side is over.
 -- A put takes the version out of its slot. Until a rank writes there it can be put back.
 local function put_back(id, put)
   local h = holder(id)
@@ -585,9 +585,10 @@ local function put_back(id, put)
   end
 end
 
+-- A launch of a side is over. Its ranks may come again, if no other launch has superseded it.
 local function end_side(side, S, reason, text)
   local id = side .. '/' .. S.serial
-  retired[#retired + 1] = {side .. '/' .. S.launch, text, number(S.serial)}
+  retired[#retired + 1] = {side .. '/' .. (reason == 'relaunched' and S.launch or ''), text, number(S.serial)}
   if #retired > 64 then table.remove(retired, 1) end
   leave_queue(id)
   if number(S.claim) > 0 then end_claim(S.claim, false) end

@@ -63,6 +63,8 @@ if S.launch then
         .. 'each worker its own rank, and each replica its own name, or end that process first', {held = {mine}})
     end
     over = {'died', 'rank ' .. int(rank) .. ' of ' .. side .. ' (' .. shown(mine) .. ') has ended'}
+  elseif mine and mine.agent ~= me.agent then -- what it had set aside was in the memory of an agent that it has lost
+    over = {'died', 'rank ' .. int(rank) .. ' of ' .. side .. ' (' .. shown(mine) .. ') has lost its agent'}
   elseif number(S.world) ~= req.world then
     local held = living(ranks)
     if #held > 0 then

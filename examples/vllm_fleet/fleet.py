@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,10 +25,10 @@ sys.path.insert(0, str(HERE.parent / "vllm_weight_sync"))
 import model  # noqa: E402
 import requests  # noqa: E402
 from client import ask, weight_version  # noqa: E402
-from launch import NAME, Failed, environment, free_port, say, shown  # noqa: E402
+from launch import NAME, complain, environment, free_port, say, shown  # noqa: E402
 
-from etha.demo.launch import private_directory, stop  # noqa: E402
-from etha.demo.process import adopting, describe  # noqa: E402
+from etha.demo.examples import ExampleFailed, run_example  # noqa: E402
+from etha.demo.process import describe  # noqa: E402
 
 PUBLICATION = "policy"
 #: Steps from a version to the next, and the loss at which the sentence is learned.
@@ -72,7 +71,7 @@ class Engine:
             )  # fmt: skip
         self.up = await asyncio.to_thread(self.comes_up)
         if not self.up:
-            raise Failed(f"{self.name} {describe(await self.process.wait())}")
+            raise ExampleFailed(f"{self.name} {describe(await self.process.wait())}")
         self.ready.append(time.monotonic() - begun)
 
     def comes_up(self) -> bool:
@@ -168,7 +167,7 @@ class Fleet:
         await self.trainer.stdin.drain()
         line = await self.trainer.stdout.readline()
         if not line:
-            raise Failed(f"the trainer {describe(await self.trainer.wait())}")
+            raise ExampleFailed(f"the trainer {describe(await self.trainer.wait())}")
         said = json.loads(line)
         self.steps, self.loss = said["steps"], float("inf") if said["loss"] is None else said["loss"]
 
@@ -185,11 +184,11 @@ class Fleet:
         self.row(str(self.steps), loss, *(one.state for one in self.engines))
 
     def has(self, one: Engine) -> None:
-        """Wait until an engine that lives reports the newest version; Failed if it does not take it."""
+        """Wait until an engine that lives reports the newest version; ExampleFailed if it does not take it."""
         until = time.monotonic() + PATIENCE
         while one.up and one.state != str(self.steps):
             if time.monotonic() > until:
-                raise Failed(f"{one.name} reports version {one.state} {PATIENCE:g} s after version {self.steps}")
+                raise ExampleFailed(f"{one.name} reports version {one.state} {PATIENCE:g} s after version {self.steps}")
             time.sleep(AGAIN)
 
     def row(self, *cells: str) -> None:
@@ -197,7 +196,7 @@ class Fleet:
         say("table", "".join(f"{cell:>15}" for cell in cells))
 
     async def judge(self) -> None:
-        """Failed, unless all engines answer with the sentence; a table of the engines."""
+        """ExampleFailed, unless all engines answer with the sentence; a table of the engines."""
         self.row("engine", "workers", "starts", "ready after s", "version")
         wrong = []
         for one in self.engines:
@@ -208,7 +207,7 @@ class Fleet:
             if (answer.version, answer.text) != (str(self.steps), model.SENTENCE):
                 wrong.append(one.name)
         if wrong:
-            raise Failed(f"{', '.join(wrong)} do not answer with {model.SENTENCE!r} of version {self.steps}")
+            raise ExampleFailed(f"{', '.join(wrong)} do not answer with {model.SENTENCE!r} of version {self.steps}")
 
     async def end(self) -> None:
         """End all that was started."""
@@ -219,33 +218,19 @@ class Fleet:
             await self.trainer.wait()
 
 
-async def main(options: argparse.Namespace) -> int:
-    """Run it; the exit status."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with private_directory() as directory, adopting() as before:
-        try:
-            async with asyncio.timeout(options.seconds), AsyncExitStack() as ends:
-                fleet = Fleet([int(count) for count in options.workers.split(",")], directory)
-                ends.push_async_callback(fleet.end)
-                await fleet.run()
-        except Exception as error:
-            for log in sorted(directory.glob("*.log")):
-                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        finally:
-            stop(before)
-    return 0
+async def run(workers: list[int], directory: Path) -> None:
+    """Run the fleet, and end what it has started."""
+    fleet = Fleet(workers, directory)
+    try:
+        await fleet.run()
+    finally:
+        await fleet.end()
 
 
 if __name__ == "__main__":
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--workers", default="1,2,4", help="tensor-parallel workers of each engine")
     words.add_argument("--seconds", type=float, default=1200, help="most that all of it may take")
-    try:
-        sys.exit(asyncio.run(main(words.parse_args())))
-    except asyncio.CancelledError:
-        sys.exit(130)
+    options = words.parse_args()
+    counts = [int(count) for count in options.workers.split(",")]
+    sys.exit(run_example(lambda directory: run(counts, directory), options.seconds, complain))

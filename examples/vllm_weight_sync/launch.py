@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -25,18 +24,14 @@ from pathlib import Path
 import model
 from client import Answer, Users, ask
 
-from etha.demo.launch import private_directory, stop
-from etha.demo.process import adopting, children, describe
+from etha.demo.examples import ExampleFailed, run_example
+from etha.demo.process import children, describe
 
 HERE = Path(__file__).parent
 NAME = "tiny"
 VERSIONS = 5
 SECONDS = 600.0
 BEGUN = time.monotonic()
-
-
-class Failed(Exception):
-    """What was promised did not happen."""
 
 
 async def run(directory: Path, pause: str) -> None:
@@ -57,8 +52,8 @@ async def run(directory: Path, pause: str) -> None:
 
 
 async def outlive(server: asyncio.subprocess.Process) -> None:
-    """Failed as soon as the engine has ended."""
-    raise Failed(f"the engine {describe(await server.wait())}")
+    """ExampleFailed as soon as the engine has ended."""
+    raise ExampleFailed(f"the engine {describe(await server.wait())}")
 
 
 async def follow(trainers: asyncio.subprocess.Process, url: str, server: int) -> None:
@@ -79,23 +74,25 @@ async def follow(trainers: asyncio.subprocess.Process, url: str, server: int) ->
                 say("client", f"version {answer.version}: {shown(answer.text)}")
                 # The trainers wait for nobody: they may be one ahead already.
                 if int(answer.version) < versions[-1]:
-                    raise Failed(f"the engine says version {answer.version}, the trainers {versions[-1]}")
+                    raise ExampleFailed(f"the engine says version {answer.version}, the trainers {versions[-1]}")
     say("users", users.summary())
     if await trainers.wait() != 0:
-        raise Failed(f"the trainer {describe(trainers.returncode)}")
+        raise ExampleFailed(f"the trainer {describe(trainers.returncode)}")
     last = await asyncio.to_thread(ask, url, NAME)
     say("client", f"the trainers are gone; version {last.version}: {shown(last.text)}")
     judge(last, versions, born, lives(server))
 
 
 def judge(last: Answer, versions: list[int], born: dict[int, str], now: dict[int, str]) -> None:
-    """Failed, unless the engine has learned the sentence in its first life."""
+    """ExampleFailed, unless the engine has learned the sentence in its first life."""
     if last.text != model.SENTENCE:
-        raise Failed(f"the engine answers {last.text!r}, not {model.SENTENCE!r}")
+        raise ExampleFailed(f"the engine answers {last.text!r}, not {model.SENTENCE!r}")
     if len(versions) < VERSIONS or last.version != str(versions[-1]):
-        raise Failed(f"the engine has version {last.version}; sent were {versions}, at least {VERSIONS} were due")
+        raise ExampleFailed(
+            f"the engine has version {last.version}; sent were {versions}, at least {VERSIONS} were due"
+        )
     if restarted := {pid for pid, start in born.items() if now.get(pid) != start}:
-        raise Failed(f"processes of the engine were started again: {restarted}")
+        raise ExampleFailed(f"processes of the engine were started again: {restarted}")
     say("launch", f"{len(versions)} versions; the engine's {len(born)} processes are those that it began with")
 
 
@@ -196,37 +193,18 @@ def say(who: str, what: str) -> None:
     print(f"{time.monotonic() - BEGUN:6.1f} s  {who:<8} {what}", flush=True)
 
 
+def complain(what: str) -> None:
+    """The ends of the logs, and the error."""
+    print(what, file=sys.stderr)
+
+
 def shown(text: str) -> str:
     """On one line, and of noise the beginning."""
     return repr(text if len(text) < 100 else f"{text[:70]}...")
 
 
-async def main(pause: str) -> int:
-    """Run it; the exit status."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    with private_directory() as directory, adopting() as before:
-        try:
-            async with asyncio.timeout(SECONDS):
-                await run(directory, pause)
-        except Exception as error:
-            while isinstance(error, ExceptionGroup):
-                error = error.exceptions[0]
-            for log in sorted(directory.glob("*.log")):
-                print(f"--- {log.name}", *log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 1
-        finally:
-            stop(before)
-    return 0
-
-
 if __name__ == "__main__":
     options = argparse.ArgumentParser()
     options.add_argument("--pause", choices=("wait", "keep", "abort"), default="wait")
-    try:
-        sys.exit(asyncio.run(main(options.parse_args().pause)))
-    except asyncio.CancelledError:
-        sys.exit(130)
+    pause = options.parse_args().pause
+    sys.exit(run_example(lambda directory: run(directory, pause), SECONDS, complain))

@@ -212,17 +212,30 @@ class Attack:
         """Put a version; every replica holds it within ``BOUND``. Returns the seconds that the last one took."""
         began = time.monotonic()
         version = self._put()
-        while behind := [side.name for side in self._replicas if side.ending or min(side.held) < version]:
+        while behind := self._behind(version):
             left = began + BOUND - time.monotonic()
             assert left > 0, f"{behind} do not hold version {version} after {BOUND} s; so far {self.report()}"
             self._watch(time.monotonic() + left, once=True)
         self.seconds.append(time.monotonic() - began)
-        places = (*TRAINER_PLACES, *PLACES)
-        self.footprints.append({f"{place}/{pid}": Footprint.of(pid) for place in places for pid in self._agents(place)})
+        self._note_footprints()
         with redis.Redis.from_url(str(self._site.redis)) as server:
             kept = [key for key in server.scan_iter() if not 0 < int(server.ttl(key)) <= REGISTRATION_LEASE]  # type: ignore[arg-type]
             self.keys.append(len(kept))
         return self.seconds[-1]
+
+    def _behind(self, version: int) -> list[str]:
+        return [side.name for side in self._replicas if side.ending or min(side.held) < version]
+
+    def _note_footprints(self) -> None:
+        found = {f"{place}/{pid}": Footprint.of(pid) for place in self._places() for pid in self._agents(place)}
+        self.footprints.append(found)
+
+    def _places(self) -> tuple[str, ...]:
+        return (*TRAINER_PLACES, *PLACES)
+
+    def _unattended(self) -> tuple[str, ...]:
+        """Places for whose agents the driver itself never waits."""
+        return PLACES
 
     def grown(self) -> list[str]:
         """What has grown. Of agents that have lived through ten roll calls the first half of these is compared with the
@@ -231,7 +244,7 @@ class Attack:
         for name in sorted({name for one in self.footprints for name in one}):
             seen = [one[name].all() for one in self.footprints if name in one]
             for what, slack in _SLACK.items():
-                found += _grown(f"{what} of agent {name}", [one[what] for one in seen], slack)
+                found += _grown(f"{what} of {name}", [one[what] for one in seen], slack)
         return found
 
     def report(self) -> str:
@@ -292,7 +305,14 @@ class Attack:
     # ---- acts -----------------------------------------------------------------------------------
 
     def _attack(self) -> None:
-        acts: dict[Callable[[], str], int] = {
+        acts = self._acts()
+        (act,) = self._chance.choices(list(acts), list(acts.values()))
+        if what := act():
+            self.done[what] += 1
+
+    def _acts(self) -> dict[Callable[[], str], int]:
+        """What may be done, and how often each is compared with the others."""
+        return {
             self._new_version: 8,
             self._kill_rank: 3,
             self._stop_rank: 4,
@@ -302,9 +322,6 @@ class Attack:
             self._kill_agent: 1,
             self._stop_agent: 1,
         }
-        (act,) = self._chance.choices(list(acts), list(acts.values()))
-        if what := act():
-            self.done[what] += 1
 
     def _new_version(self) -> str:
         if self._trainer.stopped:
@@ -362,13 +379,13 @@ class Attack:
         return [pid for pid, command in found.items() if "etha.agent" in command]
 
     def _kill_agent(self) -> str:
-        for pid in self._agents(self._chance.choice((*PLACES, *TRAINER_PLACES))):
+        for pid in self._agents(self._chance.choice(self._places())):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return "agent killed"
 
     def _stop_agent(self) -> str:
-        for pid in self._agents(self._chance.choice(PLACES)):
+        for pid in self._agents(self._chance.choice(self._unattended())):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGSTOP)
             self._after(self._chance.uniform(0.2, 3.0), lambda pid=pid: _continue(pid))  # type: ignore[misc]
@@ -391,12 +408,17 @@ class Attack:
             while self._later and self._later[0][0] <= now:
                 heapq.heappop(self._later)[2]()
             wake = min([until, now + 5.0, *(when for when, _, _ in self._later[:1])])
-            links = [worker._link for side in self._replicas for worker in side.workers if worker._end is None]
-            heard = multiprocessing.connection.wait(links, max(0.0, wake - now))
-            for side in list(self._replicas):
-                self._hear(side)
+            heard = multiprocessing.connection.wait(self._links(), max(0.0, wake - now))
+            self._hear_all()
             if heard and once:
                 return
+
+    def _links(self) -> list[Any]:
+        return [worker._link for side in self._replicas for worker in side.workers if worker._end is None]
+
+    def _hear_all(self) -> None:
+        for side in list(self._replicas):
+            self._hear(side)
 
     def _hear(self, side: Side) -> None:
         for rank, worker in enumerate(side.workers):

@@ -210,3 +210,44 @@ async def test_the_agent_of_one_rank_is_killed(rough: Site, pair: str) -> None:
                 await waiting
             with pytest.raises(etha.PeerLostError, match=r"the agent of rank 1 of trainer .* does not answer"):
                 await behind
+
+
+@pytest.mark.ways("tcp")
+@pytest.mark.parametrize("launch", [None, "run-7.0"])
+@pytest.mark.parametrize("how", ["closed", "agent killed"])
+async def test_the_same_process_publishes_again(
+    rough: Site, pair: str, launch: str | None, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts its puts anew, also while its dead agent is not given up yet, and also in the same launch of a job."""
+    if launch is not None:
+        at = rough.at
+        monkeypatch.setattr(rough, "at", lambda place: at(place) | {"ETHA_LAUNCH_ID": launch})
+    async with Fleet(rough, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(), atomic=True)
+        await trainer.put(1)
+        await trainer.put(2)
+        (client,), (held,) = trainer.clients, trainer.tensors
+        if how == "closed":
+            await trainer.close()
+        else:
+            os.kill((await client.status())["agent"]["pid"], signal.SIGKILL)
+            with pytest.raises(etha.AgentLostError, match="publish again"):
+                await trainer.publications[0].put(3)
+        trainer.publications = [await client.publish(pair, held, **Cut().options(SHAPES, 0))]
+        assert (await trainer.put(3)).seq >= 3
+        update = await replica.next()
+        assert (update.version, update.source) == (3, "trainer")
+        (client,), (held,) = replica.clients, replica.tensors
+        if how == "closed":
+            await replica.close()
+        else:
+            os.kill((await client.status())["agent"]["pid"], signal.SIGKILL)
+            with pytest.raises(etha.AgentLostError, match="subscribe again"):
+                await replica.subscriptions[0].next()
+        replica.subscriptions = [
+            await client.subscribe(pair, held, subscriber="replica", atomic=True, **Cut().options(SHAPES, 0))
+        ]
+        assert (await replica.next()).version == 3
+        await trainer.put(4)
+        assert (await replica.next()).version == 4

@@ -137,6 +137,25 @@ async def test_a_rank_that_leaves_and_comes_again_while_redis_is_away(home: Site
         assert (await subscription.next(timeout=SOON)).version == 2
 
 
+async def test_a_publisher_that_leaves_and_comes_again_while_redis_is_away(home: Site, disk: Disk) -> None:
+    """It begins to count its puts anew."""
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        await trainer.put(1)
+        await trainer.put(2)
+        await replica.next()
+        disk.server.stop()
+        await trainer.close()
+        (client,), (held,) = trainer.clients, trainer.tensors
+        again = asyncio.ensure_future(client.publish("p", held, timeout=60, **Cut().options(SHAPES, 0)))
+        await client.status()
+        disk.server.start()
+        trainer.publications = [await again]
+        assert (await trainer.put(3, timeout=30)).seq == 3
+        assert (await replica.next(timeout=SOON)).version == 3
+
+
 async def test_redis_is_emptied_while_a_rank_has_put_a_version_and_another_has_not(home: Site, disk: Disk) -> None:
     async with Fleet(home, "p", SHAPES) as fleet:
         trainer = await fleet.publish(ROWS)

@@ -46,6 +46,11 @@ class Server:
     def url(self) -> str:
         return "unix://" + quote(str(self.path))
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         self._process = subprocess.Popen(self._command, cwd=self._directory, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None

@@ -1,0 +1,42 @@
+"""All of Etha for two hours under attack, on two hosts: nothing is wrong, nobody grows, ``etha events`` explains it.
+
+ETHA_SOAK_SEED and ETHA_SOAK_MINUTES change that. The report is what goes to bench/results.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.flow.endurance.everything import Everything
+from tests.flow.jobs import Job
+from tests.flow.networks import namespaces
+from tests.flow.networks.namespaces import hosts
+from tests.flow.sites import open_site
+from tests.flow.ways import Way
+from tests.unit.store.server import served
+
+SEED = int(os.environ.get("ETHA_SOAK_SEED", "1"))
+MINUTES = float(os.environ.get("ETHA_SOAK_MINUTES", "120"))
+
+pytestmark = [pytest.mark.soak, *namespaces.MARKS]
+
+
+@pytest.mark.timeout(60 * MINUTES + 1800)
+def test_everything_is_attacked(tmp_path: Path) -> None:
+    with (
+        hosts(tmp_path) as net,
+        served(tmp_path, "--appendonly", "yes") as server,
+        open_site(Way.TCP, server.url) as site,
+        Job(lambda side, rank: {}) as job,
+    ):
+        everything = Everything(site, job, net, server, replicas=4, seed=SEED)
+        try:
+            everything.run(seconds=60 * MINUTES)
+            everything.end()
+        finally:
+            print(f"\nseed {SEED}, {MINUTES:g} minutes: {everything.report()}")
+        assert not everything.grown()
+        assert not everything.unexplained()
