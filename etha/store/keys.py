@@ -491,7 +491,10 @@ TABLE: tuple[KeyKind, ...] = (
         owner="the side's ranks that enter, through their agents",
         lease=REGISTRATION_LEASE,
         kept=_CHANGED,
-        fields={"RANK": "JSON object: world, launch, manifest (digest of what the rank has registered), pid"},
+        fields={
+            "RANK": "JSON object: world, launch, manifest (digest of what the rank has registered), pid, token "
+            "(another one whenever it comes), company (digest of the tokens of all ranks that it has seen together)",
+        },
         doc="Ranks that wait for the others of their side to enter a publication, because only all of them together "
         "know the side's tensors.",
     ),

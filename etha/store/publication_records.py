@@ -91,12 +91,25 @@ class TensorTable:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingRank:
     """A rank of a side that waits for the others before it enters. ``manifest`` is the digest of what it has
-    registered, ``launch`` "" if it has no name."""
+    registered, ``launch`` "" if it has no name.
+
+    ``token``: another one each time that a rank comes. ``company``: what ``company_of`` says of the ranks that it has
+    seen together; "" before it has seen all.
+    """
 
     world: int
     launch: str
     manifest: str
     pid: int
+    token: str
+    company: str = ""
+
+
+def company_of(ranks: Mapping[int, WaitingRank]) -> str:
+    """A digest of which ranks these are. Equal on two ranks only if each has seen what the other waits with now: a rank
+    that was killed while it waited may be listed still, and never answers."""
+    text = ",".join(f"{rank}:{ranks[rank].token}" for rank in sorted(ranks))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

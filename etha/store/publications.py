@@ -123,6 +123,8 @@ class Publications:
                 launch=read.text("launch", most=500),
                 manifest=read.name("manifest"),
                 pid=read.integer("pid"),
+                token=read.text("token", most=100),
+                company=read.text("company", most=100),
             )
         return found
 

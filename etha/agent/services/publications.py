@@ -380,11 +380,15 @@ class PublicationService:
         segments: tuple[StandingSegment, ...],
     ) -> Published | Subscribed:
         publication, number = message.publication, message.rank
-        store, entered = self._store, False
+        store, entered, refused = self._store, False, False
         entering = (publication, session.holder, role, side, number)
         self._entering.add(entering)
         try:
-            table = await meeting.table(message, store, self._registrations.manifests, session.holder.pid)
+            try:
+                table = await meeting.table(message, store, self._registrations.manifests, session.holder.pid)
+            except RegistrationError:
+                refused = True
+                raise
             if role == "subscriber":
                 await self._check_fits(publication, side, table)
             entrance = PublicationRank(
@@ -419,7 +423,8 @@ class PublicationService:
             raise
         finally:
             self._entering.discard(entering)
-            if message.world_size > 1:
+            # What does not fit stays for the other ranks, each of which finds that by itself.
+            if message.world_size > 1 and not refused:
                 self._spawn(self._leave_roster(publication, side, number))
         entrance = replace(entrance, serial=found.serial, launch=found.launch)
         rank = LocalRank(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etha.agent.protocol.evaluation import clashes, describe_side, parts_of, with_products
 from etha.agent.protocol.records import Manifest
@@ -22,6 +23,7 @@ from etha.store.publication_records import (
     PublishedTensor,
     TensorTable,
     WaitingRank,
+    company_of,
     set_digest,
 )
 from etha.store.registry import Store
@@ -47,11 +49,21 @@ class SideMeeting:
         if self.world == 1:
             found = {self.rank: mine}
         else:
-            entry = WaitingRank(world=self.world, launch=message.launch or "", manifest=digest, pid=pid)
+            entry = WaitingRank(
+                world=self.world,
+                launch=message.launch or "",
+                manifest=digest,
+                pid=pid,
+                token=secrets.token_hex(8),
+            )
             found = await self._meet(entry, store, manifests)
         return await asyncio.to_thread(_table, self.publication, self.side, found)
 
     async def _meet(self, entry: WaitingRank, store: Store, manifests: ManifestCache) -> dict[int, Manifest]:
+        """What each rank has registered, once all say that they have seen each other.
+
+        Whoever is listed may have ended, because its agent was killed or could not reach Redis.
+        """
         key = store.keys.publication_ranks(self.publication, self.side)
         async with store.changes(key) as changed:
             await store.publications.meet(self.publication, self.side, self.rank, entry, timeout=math.inf)
@@ -60,10 +72,17 @@ class SideMeeting:
                 same = {
                     rank: one for rank, one in there.items() if (one.world, one.launch) == (entry.world, entry.launch)
                 }
-                self.missing = tuple(rank for rank in range(self.world) if rank not in same)
-                if not self.missing:
+                company = company_of(same) if len(same) == self.world else ""
+                self.missing = tuple(
+                    rank for rank in range(self.world) if rank not in same or company not in ("", same[rank].company)
+                )
+                if company != entry.company:
+                    entry = replace(entry, company=company)
+                    await store.publications.meet(self.publication, self.side, self.rank, entry, timeout=math.inf)
+                elif not self.missing:
                     break
-                await changed()
+                else:
+                    await changed()
         known = await manifests.fetch({one.manifest for one in same.values()})
         return {rank: known[one.manifest] for rank, one in same.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import etha
 from etha.client.subscription import HOP_START
 from etha.store.keys import AGENT_LEASE
+from etha.store.registry import Store
 from tests.flow.jobs import Job
 from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.publishing.lives import publisher, replica
@@ -251,3 +253,44 @@ async def test_the_same_process_publishes_again(
         assert (await replica.next()).version == 3
         await trainer.put(4)
         assert (await replica.next()).version == 4
+
+
+@pytest.mark.ways("tcp")
+async def test_the_agent_of_a_rank_is_killed_while_it_waits_for_the_others(rough: Site, pair: str) -> None:
+    """Nobody takes what it had registered for that of the next launch, which has other layouts."""
+    rows, whole = Cut(world=2, dims={"w": 0}), Cut(world=2)
+
+    async with Fleet(rough, pair, SHAPES) as fleet, contextlib.AsyncExitStack() as stack:
+        trainer = await fleet.publish(Cut())
+        await trainer.put(1)
+        dying, *clients = [
+            await stack.enter_async_context(rough.client("replica", rank, place=place))
+            for rank, place in ((0, "a2"), (0, "b"), (1, "b"))
+        ]
+
+        def enter(client: etha.AsyncTensorBusClient, cut: Cut, rank: int) -> asyncio.Task[etha.AsyncSubscription]:
+            held = cut.held(SHAPES, 0, rank)
+            entering = client.subscribe(
+                pair, held, subscriber="replica", atomic=True, timeout=60, **cut.options(SHAPES, rank)
+            )
+            return asyncio.ensure_future(entering)
+
+        async def until_waiting(ranks: set[int]) -> None:
+            async with (
+                await Store.open(str(rough.redis), "default", timeout=10) as store,
+                asyncio.timeout(30),
+                store.changes(store.keys.publication_ranks(pair, "replica")) as changed,
+            ):
+                while set(await store.publications.waiting(pair, "replica")) != ranks:
+                    await changed()
+
+        waiting = enter(dying, rows, 0)
+        await until_waiting({0})
+        os.kill((await dying.status())["agent"]["pid"], signal.SIGKILL)
+        with pytest.raises(etha.AgentLostError):
+            await waiting
+        second = enter(clients[1], whole, 1)
+        await until_waiting({0, 1})
+        first = enter(clients[0], whole, 0)
+        subscriptions = await asyncio.gather(first, second)
+        assert {one.version for one in await asyncio.gather(*(each.next() for each in subscriptions))} == {1}
