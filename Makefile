@@ -171,6 +171,13 @@ soak: install
 fleet: install
 	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/flow/publishing/test_attacked_fleet.py tests/proof/test_fleet.py -m soak -s $(PYTEST)
 
+# An elastic trainer of three replicas, a fleet of four that follows it and two pairs on two hosts for two hours, while
+# ranks and agents are killed and stopped, the link is cut, and Redis is killed and started again: nothing is wrong, nobody
+# grows, `etha events` explains the errors. ETHA_SOAK_SEED, ETHA_SOAK_MINUTES. As root, with ip.
+.PHONY: soak-all
+soak-all: install
+	@$(PRIVATE) $(BIN)/python -m pytest -p no:cacheprovider tests/proof/test_soak_all.py -m soak -s $(PYTEST)
+
 # Replicas of two ranks, sharded by FSDP2, are lost 50 times at random moments, with agents and Redis now and then; the
 # weights are those of one process. Configures of each kind of group by the thousand leave nothing.
 .PHONY: soak-groups

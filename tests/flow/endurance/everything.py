@@ -36,9 +36,9 @@ from tests.flow.sites import Site, environment
 from tests.unit.store.server import Server
 
 GROUP = "trainer"
-#: Where members and ranks live: places of host one, then of host two.
-ONE, TWO = ("a", "a2"), ("b", "b2")
-MEMBERS = (("a", "member-0"), ("a2", "member-1"), ("b", "member-2"))
+#: Where members and ranks live: places of host one, then of host two. None is the beginning of another.
+ONE, TWO = ("a1", "a2"), ("b1", "b2")
+MEMBERS = (("a1", "member-0"), ("a2", "member-1"), ("b1", "member-2"))
 PAIRS = ("left", "right")
 WORLD = 2
 #: Seconds that a member may compute in a step, and a pair between two transfers.
