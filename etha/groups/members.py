@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,6 +64,8 @@ log = logging.getLogger(__name__)
 
 #: Errors that say that a state does not fit this replica.
 _MISFITS = ConfigError | LayoutError | RegistrationError
+#: How often this process has left a group, by namespace, group, replica, rank and launch.
+_LEFT: Counter[tuple[str, str, str, int, str | None]] = Counter()
 #: Seconds that ``begin`` waits for members whose agents do not answer.
 GRACE = 3.0
 #: So often a step is begun by a loop that seems to have no ``commit``: a Sampler and an Optimizer begin it, too.
@@ -160,7 +163,11 @@ class Members:
         self._grace, self._pid = grace, os.getpid()
         self._step = self._batches = 0
         self._epoch = self._last = 0
-        self._launch = launch if launch is not None else place.launch
+        launch = launch if launch is not None else place.launch
+        self._turn = (settings.namespace, self.name, self.replica, self.rank, launch)
+        turns = _LEFT[self._turn]
+        # Whoever has left is refused under the launch's name from then on; all ranks of a replica come again together.
+        self._launch = f"{launch}#{turns}" if launch is not None and turns else launch
         self._quorum: Quorum | None = None
         self._seats: tuple[GroupSeat, ...] = ()
         self._mine, self._size = 0, 1
@@ -309,6 +316,7 @@ class Members:
         if self._left or os.getpid() != self._pid:
             return
         self._left = True
+        _LEFT[self._turn] += 1
         self._end_handovers("this member leaves")
         try:
             self._link.call(DepartGroup(group=self.name, replica=self.replica, rank=self.rank), 5.0)

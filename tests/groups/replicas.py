@@ -105,6 +105,17 @@ def never_commit(trainer: Trainer) -> None:
             assert members.begin().step == 0
 
 
+def come_twice(trainer: Trainer) -> None:
+    """Commit a step and leave, and the same again, in one launch of a job."""
+    from etha.groups.members import Members
+
+    for _ in range(2):
+        place = {"replica": trainer.name, "rank": trainer.rank, "world_size": trainer.world}
+        with Members("dp", **place, launch="run-7.0", timeout=60) as members:
+            members.begin()
+            assert members.commit()
+
+
 def learn(trainer: Trainer) -> None:
     """Train a real model, whose state a newcomer loads; the weights in the log are a checksum of everything."""
     import torch

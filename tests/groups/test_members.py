@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.flow.sites import private_directory, started_in
-from tests.groups.replicas import Replicas, StepLog, learn, never_commit, replicas
+from tests.groups.replicas import Replicas, StepLog, come_twice, learn, never_commit, replicas
 from tests.seconds import within
 
 pytestmark = pytest.mark.usefixtures("agents")
@@ -73,6 +73,13 @@ def test_who_leaves_out_the_calls_of_a_step_keeps_nobody_waiting(directory: Path
             assert lost[0].at - before < within(5.0), "nobody has waited for the timeout"
         job.end(a, b)
         job.check()
+
+
+def test_a_replica_that_has_left_comes_again_in_the_same_launch(job: Replicas) -> None:
+    ranks = [job.start("a", rank=rank, world=2, body=come_twice) for rank in range(2)]
+    for rank in ranks:
+        end = rank.ends()
+        assert end[0] == "ended", end
 
 
 def test_a_loop_that_never_commits_is_warned(job: Replicas) -> None:
