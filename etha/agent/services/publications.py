@@ -385,7 +385,7 @@ class PublicationService:
         self._entering.add(entering)
         try:
             try:
-                table = await meeting.table(message, store, self._registrations.manifests, session.holder.pid)
+                table = await meeting.table(message, store, self._registrations.manifests, session.holder)
             except RegistrationError:
                 refused = True
                 raise

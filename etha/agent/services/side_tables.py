@@ -13,11 +13,12 @@ from etha.agent.protocol.evaluation import clashes, describe_side, parts_of, wit
 from etha.agent.protocol.records import Manifest
 from etha.agent.services.manifests import ManifestCache
 from etha.bus.messages import Publish, Register, Subscribe
-from etha.errors import LayoutError, ProtocolError, RegistrationError, Violation
+from etha.errors import LayoutError, PeerLostError, ProtocolError, RegistrationError, Violation
 from etha.plan import TensorSpec
 from etha.plan.layouts import dtypes
 from etha.plan.layouts.element_set import WHOLE, element_set, includes
 from etha.plan.planner.m2m import held_products
+from etha.store.process import alive
 from etha.store.publication_records import (
     MAX_ELEMENT_SET,
     PublishedTensor,
@@ -26,6 +27,7 @@ from etha.store.publication_records import (
     company_of,
     set_digest,
 )
+from etha.store.records import RankHolder
 from etha.store.registry import Store
 
 
@@ -40,9 +42,12 @@ class SideMeeting:
     missing: tuple[int, ...] = ()
 
     async def table(
-        self, message: Publish | Subscribe, store: Store, manifests: ManifestCache, pid: int
+        self, message: Publish | Subscribe, store: Store, manifests: ManifestCache, holder: RankHolder
     ) -> TensorTable:
-        """The table of the whole side, once all ranks have come. RegistrationError with what is wrong on any rank."""
+        """The table of the whole side, once all ranks have come. RegistrationError with what is wrong on any rank.
+
+        ``holder``: this rank's process.
+        """
         self.missing = tuple(rank for rank in range(self.world) if rank != self.rank)
         mine = await asyncio.to_thread(Manifest.of, _as_register(message), self.rank)
         digest = await manifests.publish(mine, timeout=math.inf)
@@ -53,13 +58,15 @@ class SideMeeting:
                 world=self.world,
                 launch=message.launch or "",
                 manifest=digest,
-                pid=pid,
+                pid=holder.pid,
                 token=secrets.token_hex(8),
             )
-            found = await self._meet(entry, store, manifests)
+            found = await self._meet(entry, holder, store, manifests)
         return await asyncio.to_thread(_table, self.publication, self.side, found)
 
-    async def _meet(self, entry: WaitingRank, store: Store, manifests: ManifestCache) -> dict[int, Manifest]:
+    async def _meet(
+        self, entry: WaitingRank, holder: RankHolder, store: Store, manifests: ManifestCache
+    ) -> dict[int, Manifest]:
         """What each rank has registered, once all say that they have seen each other.
 
         Whoever is listed may have ended, because its agent was killed or could not reach Redis.
@@ -77,6 +84,8 @@ class SideMeeting:
                     rank for rank in range(self.world) if rank not in same or company not in ("", same[rank].company)
                 )
                 if company != entry.company:
+                    if not alive(holder.pid, holder.start):  # a rank of the next launch may be there already
+                        raise PeerLostError(f"{self.side} rank {self.rank} has ended", reason="died")
                     entry = replace(entry, company=company)
                     await store.publications.meet(self.publication, self.side, self.rank, entry, timeout=math.inf)
                 elif not self.missing:

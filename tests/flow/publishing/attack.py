@@ -177,7 +177,7 @@ class Attack:
         #: After each roll call: what each agent holds, by place and pid, and the number of keys in Redis that stay
         #: longer than an hour. Those of an agent that was killed stay for a week.
         self.footprints: list[dict[str, Footprint]] = []
-        self.keys: list[int] = []
+        self.keys: list[Counter[str]] = []
         self.done: Counter[str] = Counter()
         self.updates: Counter[str] = Counter()
 
@@ -220,7 +220,7 @@ class Attack:
         self._note_footprints()
         with redis.Redis.from_url(str(self._site.redis)) as server:
             kept = [key for key in server.scan_iter() if not 0 < int(server.ttl(key)) <= REGISTRATION_LEASE]  # type: ignore[arg-type]
-            self.keys.append(len(kept))
+            self.keys.append(Counter(map(_kind, kept)))
         return self.seconds[-1]
 
     def _behind(self, version: int) -> list[str]:
@@ -256,7 +256,8 @@ class Attack:
         return (
             f"{self._version} versions; {acts or 'nothing done'}; updates: {sources}; "
             f"{len(self.seconds)} roll calls, median {middle:.2f} s, worst {worst:.2f} s of {BOUND:g} s; a replica's "
-            f"ranks ended within {max(self.seconds_to_end, default=0.0):.1f} s of each other; keys in Redis {self.keys}"
+            f"ranks ended within {max(self.seconds_to_end, default=0.0):.1f} s of each other; keys in Redis: "
+            f"{_shown(self.keys)}"
         )
 
     # ---- sides --------------------------------------------------------------------------------
@@ -451,6 +452,21 @@ class Attack:
         self._replicas.remove(side)
         left = all(reason in (None, "left") for reason in reasons) and "left" in reasons
         self._join("" if left else side.name)
+
+
+def _kind(key: bytes) -> str:
+    """``agent``, ``publication``, ``publication:side`` and the like."""
+    words = key.decode().partition("}:")[2].split(":")
+    return ":".join(words[::2][:2]) if words[0] == "publication" else words[0]
+
+
+def _shown(keys: list[Counter[str]]) -> str:
+    """How many there were of each kind, at the first, the middle and the last roll call."""
+    if not keys:
+        return "not counted"
+    seen = [keys[0], keys[len(keys) // 2], keys[-1]]
+    kinds = sorted(set().union(*seen))
+    return ", ".join(f"{kind} {' / '.join(str(one[kind]) for one in seen)}" for kind in kinds)
 
 
 def _grown(what: str, counts: list[int], slack: int) -> list[str]:
