@@ -66,8 +66,8 @@ class SubscriberState:
     ``seq`` and ``version`` are those that it holds (0 and None: none yet). ``lag`` is how many newer versions there
     are, ``lag_seconds`` for how long there has been one. ``source``: who sends to it now, or has sent last.
     ``state``: "forming" (ranks are missing), "receiving", "waiting" (for a place at a holder), "current" (it holds the
-    newest version), "behind" (it has not asked for it), "lost" (an agent of it is silent). ``error``: why its last hop
-    failed; "" if it did not.
+    newest version), "behind" (it has not asked for it), "lost" (an agent of it is silent). ``error``: why no
+    holder can feed it, or why its last hop failed; "" if neither.
     """
 
     name: str

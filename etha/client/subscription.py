@@ -46,6 +46,7 @@ from etha.errors import (
     EthaError,
     PeerLostError,
     ProtocolError,
+    RegistrationError,
     RendezvousTimeoutError,
     TransferError,
     TransferTimeoutError,
@@ -411,6 +412,9 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         )
         try:
             claimed = await self._connection.link.request(message, timeout=deadline.left)
+        except (ConfigError, RegistrationError):
+            self._turn += 1  # that question was refused, and stays so
+            raise
         except TransferTimeoutError as error:
             if failed is None:
                 raise

@@ -1,5 +1,5 @@
 -- A subscriber asks for a version, or takes its question back. KEYS: publication. req.act: claim, withdraw.
--- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held}.
+-- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held, unfit}.
 local subscriber = req.subscriber
 local S, refused = current_side(subscriber, req.serial)
 if not S then
@@ -14,7 +14,7 @@ if req.act == 'withdraw' then
   if req.call < last or req.call <= over then return ok(false) end
   leave_queue(id)
   if number(S.claim) > 0 then end_claim(S.claim, false) end
-  redis.call('HSET', side_key(subscriber), 'call', int(req.call), 'over', int(req.call))
+  redis.call('HSET', side_key(subscriber), 'call', int(req.call), 'over', int(req.call), 'unfit', '')
   wake(subscriber, 'withdrawn')
   lapse()
   match()
@@ -28,10 +28,12 @@ local function answer()
   local claim = text and object(text) or nil
   local waits = not claim and (req.version ~= '' or number(P.seq) > req.newer_than)
   return ok({claim = claim, over = req.call < number(S.call) or req.call <= number(S.over), last = number(S.call),
-    wait = waits and first_lapse() or 0, seq = number(P.seq), held = number(S.held)})
+    wait = waits and first_lapse() or 0, seq = number(P.seq), held = number(S.held), unfit = S.unfit or ''})
 end
 
-if number(S.refused) == req.call then return refuse('config', where .. ': ' .. S.error) end
+-- A question that pins no version is refused only because the tensors do not fit.
+local function refused_answer(text) return refuse(req.version ~= '' and 'config' or 'unfit', where .. ': ' .. text) end
+if number(S.refused) == req.call then return refused_answer(S.error) end
 local ranks, count = ranks_of(S, side_key(subscriber))
 local gone = end_if_silent(subscriber, S, ranks)
 if gone then return gone end
@@ -81,6 +83,11 @@ else
 end
 lapse()
 match()
+-- Without a free place nobody was asked above whether it could feed this one.
+local waiting = redis.call('HGET', part('asks'), id)
+if waiting then tell_unfit(id, object(waiting)) end
 keep(side_key(subscriber))
 finish()
+local refused_text = redis.call('HMGET', side_key(subscriber), 'refused', 'error')
+if number(refused_text[1]) == req.call then return refused_answer(refused_text[2]) end
 return answer()

@@ -27,7 +27,15 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from etha.addresses import bad_redis_url, redact
-from etha.errors import ConfigError, EthaError, GroupLostError, PeerLostError, ProtocolError, RedisUnavailableError
+from etha.errors import (
+    ConfigError,
+    EthaError,
+    GroupLostError,
+    PeerLostError,
+    ProtocolError,
+    RedisUnavailableError,
+    RegistrationError,
+)
 from etha.store.keys import (
     AGENT_LEASE,
     CLAIM_LEASE,
@@ -368,6 +376,8 @@ class ScriptRefused(Exception):
         """The error to raise to the caller."""
         if self.code == "config":
             return ConfigError(self.text)
+        if self.code == "unfit":
+            return RegistrationError(self.text)
         if self.code == "peer_lost":
             return PeerLostError(self.text, reason=self.reason, outcome="aborted")
         if self.code in ("group_lost", "forgotten"):  # forgotten: Redis knows nothing of that launch

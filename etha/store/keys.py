@@ -323,13 +323,15 @@ TABLE: tuple[KeyKind, ...] = (
             "version": "its label as JSON",
             "call": "last call that has asked for a version",
             "asked": "what it has asked for: pinned version, and the lowest newer_than of its ranks",
-            "refused": "last call that was refused, because no holder has its pinned version any more",
+            "refused": "last call that was refused, because no holder has its pinned version any more, or because its "
+            "tensors are not those that are published",
             "over": "last call that has ended",
             "claim": "number of its claim, 0 for none",
             "protect": "1: a put has ended its last hop, so that the next one is protected",
             "source": "holder that the last hop has read",
             "seconds": "duration of the last hop that has committed",
-            "error": "error of the last hop, empty if it has committed",
+            "error": "error of the last hop or why the last call was refused, empty after a hop that has committed",
+            "unfit": "while it waits: why no holder of a newer version can feed it; empty if one can",
             "puts": "of the publisher: versions that this launch has announced",
             "announced": "of the publisher: seq of the last of them",
             "silent": "ms since 1970 at which a rank was seen first whose agent does not answer; 0: all answer",
@@ -340,7 +342,7 @@ TABLE: tuple[KeyKind, ...] = (
             "RANK": "JSON object: agent, host, name, pid, start",
         },
         doc="The publisher or one subscriber. A wake-up means that a claim was granted, that readers of its buffers "
-        "have ended, that all ranks have come or have put, or that a subscriber has committed.",
+        "have ended, that all ranks have come or have put, that a subscriber has committed, or that no holder fits.",
     ),
     KeyKind(
         pattern="publication:NAME:sides",

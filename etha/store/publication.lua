@@ -187,7 +187,7 @@ local function includes(outer, inner)
   return included[known]
 end
 
--- Whether a side of table ``source`` has all elements that one of table ``target`` has.
+-- Whether a side of table ``source`` has all elements that one of table ``target`` has, at their dtypes.
 local function has_all(source, target)
   if source == target then return true end
   local field = source .. '>=' .. target
@@ -195,9 +195,9 @@ local function has_all(source, target)
   if known then return known == '1' end
   local S, all = hash(table_key(source)), true
   for name, text in pairs(hash(table_key(target))) do
-    local _, _, wanted = tensor(text)
-    local _, _, there = tensor(S[name] or '- - -')
-    all = all and there ~= '-' and includes(there, wanted)
+    local dtype, _, wanted = tensor(text)
+    local has, _, there = tensor(S[name] or '- - -')
+    all = all and has == dtype and includes(there, wanted)
   end
   redis.call('HSET', part('feeds'), field, all and '1' or '0')
   return all
@@ -225,8 +225,8 @@ end
 
 -- ---- who may feed whom ------------------------------------------------------------------------------
 -- '' if a holder of table ``source`` may feed a subscriber of table ``target`` a version of table ``description``:
--- each tensor has the publisher's dtype or the subscriber's own, all that is wanted is there, and what is one memory here
--- is one memory there, because it has one content only. Otherwise why not.
+-- each tensor has the publisher's dtype or the subscriber's own, all that is wanted is there, what is one memory here is
+-- one memory there, because it has one content only, and the subscriber has all tensors. Otherwise why not.
 local function feeds(source, target, description)
   local field = source .. '>' .. target .. '@' .. description
   local known = redis.call('HGET', part('feeds'), field)
@@ -257,6 +257,10 @@ local function feeds(source, target, description)
     if tied ~= '' then ties[tied] = its_tied end
     if why ~= '' then break end
   end
+  local others = {}
+  for name in pairs(D) do if not T[name] then others[#others + 1] = name end end
+  table.sort(others)
+  if why == '' and others[1] then why = 'tensor ' .. others[1] .. ' is published, and not among those of the subscriber' end
   redis.call('HSET', part('feeds'), field, why)
   return why
 end
@@ -355,6 +359,24 @@ local function pinned(own, ask)
     .. (#names > 0 and table.concat(names, ', ') or 'none')
 end
 
+-- Why no holder of a newer version can feed a subscriber that has not pinned one: what is wrong with one of the newest.
+-- '' if one can, once it has a place, and if nobody has a newer version.
+local function unfit(own, ask)
+  local why = ''
+  if ask.version ~= '' then return why end
+  for _, id in ipairs(redis.call('ZREVRANGEBYSCORE', part('offers'), '+inf', '(' .. int(ask.newer_than))) do
+    local h = id ~= own and holder(id)
+    for _, s in ipairs(h and h.slots or {}) do
+      if s.seq > ask.newer_than then
+        local found = feeds(h.digest, ask.digest, s.description)
+        if found == '' then return '' end
+        if why == '' then why = 'no holder of a newer version can feed it: ' .. found end
+      end
+    end
+  end
+  return why
+end
+
 -- ---- claims ---------------------------------------------------------------------------------------------
 -- A subscriber that was to receive next serves what it holds on.
 local function serve_on(id)
@@ -374,6 +396,26 @@ local function leave_queue(id)
   serve_on(id)
 end
 
+-- A question is taken out of the queue. The subscriber's ranks hear why.
+local function refuse_ask(id, ask, text)
+  leave_queue(id)
+  redis.call('HSET', side_key(ask.subscriber), 'error', text, 'refused', int(ask.call), 'over', int(ask.call))
+  wake(ask.subscriber, 'refused')
+end
+
+-- Tell a subscriber that waits why no holder can feed it. If not even what is published now fits, it waits in vain.
+local function tell_unfit(id, ask)
+  local why, at = unfit(id, ask), side_key(ask.subscriber)
+  local published = why ~= '' and (P.description or '') ~= '' and feeds(P.description, ask.digest, P.description) or ''
+  if published ~= '' then
+    redis.call('HSET', at, 'unfit', '')
+    refuse_ask(id, ask, published)
+  elseif why ~= (redis.call('HGET', at, 'unfit') or '') then
+    redis.call('HSET', at, 'unfit', why)
+    wake(ask.subscriber, 'unfit')
+  end
+end
+
 local function grant(id, ask, source, slot)
   local h = holder(source)
   local s, own = h.slots[slot], holder(id)
@@ -391,7 +433,7 @@ local function grant(id, ask, source, slot)
     index(id)
   end
   index(source)
-  redis.call('HSET', side_key(ask.subscriber), 'claim', int(claim.number), 'source', source)
+  redis.call('HSET', side_key(ask.subscriber), 'claim', int(claim.number), 'source', source, 'unfit', '')
   wake(ask.subscriber, 'granted')
   wake(h.side, 'granted') -- its agents begin the hop
 end
@@ -459,9 +501,7 @@ local function match()
       local ask = object(redis.call('HGET', part('asks'), id))
       local text = ask and ask.version and ask.version ~= '' and pinned(id, ask)
       if text then
-        leave_queue(id)
-        redis.call('HSET', side_key(ask.subscriber), 'error', text, 'refused', int(ask.call), 'over', int(ask.call))
-        wake(ask.subscriber, 'refused')
+        refuse_ask(id, ask, text)
       end
     end
   end
@@ -494,6 +534,7 @@ local function match()
       local source, slot = choose(id, ask, closed)
       local own = holder(id)
       if not source then
+        tell_unfit(id, ask)
         if back > 0 then
           local can = claimable(publisher)
           for i, s in ipairs(publisher.slots) do

@@ -118,7 +118,7 @@ if opens then
     digest = req.digest, zone = req.zone, slots = int(req.slots), places = int(req.places),
     copies = int(req.copies or 0), held = '0', version = '', call = '0', over = '0', asked = '', claim = '0',
     protect = '0', refused = '0', source = '', seconds = '0', error = '', puts = '0', announced = '0', put = '', pending = '',
-    silent = '0'}
+    silent = '0', unfit = ''}
   local fields = {}
   for field, value in pairs(S) do
     fields[#fields + 1] = field

@@ -329,6 +329,7 @@ class ClaimAnswer:
     ``over``: the call has ended already (another rank has released its claim, or asked a later question). ``last``: the
     side's last call. ``wait``: seconds after which a lease lapses that may change the answer, 0 if none does. ``seq``:
     newest of the publication. ``held``: what the subscriber holds.
+    ``unfit``: why no holder of a newer version can feed it; empty if one can.
     """
 
     claim: SourceClaim | None
@@ -337,6 +338,7 @@ class ClaimAnswer:
     wait: float
     seq: int
     held: int
+    unfit: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

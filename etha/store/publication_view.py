@@ -276,6 +276,6 @@ def _subscriber(
         source=receives[0].holder if receives else read.text("source", most=300, default=""),
         places=read.integer("places", default=0),
         readers=tuple(one.subscriber for one in claims if one.holder == holder),
-        error=read.text("error", default=""),
+        error=read.text("unfit", default="") or read.text("error", default=""),
         seconds=read.seconds("seconds", default=0.0),
     )

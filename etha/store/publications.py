@@ -273,7 +273,8 @@ class Publications:
         Ranks that ask in one call get the same answer; the lowest ``newer_than`` counts. A claim of an earlier call
         ends. What the subscriber's own buffer holds is forgotten when the claim is granted, because the hop overwrites
         it; until nobody reads that buffer any more, the subscriber waits. ConfigError: no holder has the pinned
-        version, or none has it any more. GroupLostError: this launch of the subscriber is over.
+        version, or none has it any more. RegistrationError: no holder of a newer version can feed it, and its tensors
+        are not those that are published now. GroupLostError: this launch of the subscriber is over.
         """
         fields = {**asdict(request), "act": "claim", "version": label_text(request.version)}
         answer = await self._script("claim", request.publication, fields, timeout)
@@ -286,6 +287,7 @@ class Publications:
             wait=whole(read, "wait") / 1000,
             seq=whole(read, "seq"),
             held=whole(read, "held"),
+            unfit=read.text("unfit", default=""),
         )
 
     async def withdraw(

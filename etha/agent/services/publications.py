@@ -700,7 +700,8 @@ class PublicationService:
             puts[key] = number
 
     def _remember(self, side: LocalSide, rank: LocalRank, slot: int, seq: int, version: int | str | None) -> None:
-        """Note what a side's buffers hold, to put it back if Redis loses it. The agent of rank 0 does."""
+        """Note what a side has, in buffers or, if it serves nobody, in tensors: to put it back if Redis loses it.
+        The agent of rank 0 does."""
         if rank.number != 0:
             return
         held = {one.slot: one for one in self._store.publications.versions.get((side.publication, side.holder), ())}
@@ -778,12 +779,15 @@ class PublicationService:
 
     async def _claiming(self, side: LocalSide, rank: LocalRank, asking: _Asking) -> VersionClaimed:
         store = self._store
-        granted, avoided = False, asyncio.get_running_loop().time() + AVOIDED
+        granted, avoided, unfit = False, asyncio.get_running_loop().time() + AVOIDED, ""
         try:
             async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
                 while True:
                     async with side.order:
-                        answer = asking.answer = await store.publications.claim(asking.request, timeout=math.inf)
+                        answer = asking.answer = await self._ask(side, rank, asking.request)
+                    if rank.number == 0 and answer.unfit and answer.unfit != unfit:
+                        unfit = answer.unfit
+                        log.warning("publication %s: %s waits: %s", side.publication, side.name, unfit)
                     side.seq = max(side.seq, answer.seq)
                     if answer.claim is not None and not answer.over:
                         break
@@ -829,6 +833,13 @@ class PublicationService:
             seq=claim.seq,
             version=claim.version,
         )
+
+    async def _ask(self, side: LocalSide, rank: LocalRank, request: ClaimRequest) -> ClaimAnswer:
+        try:
+            return await self._store.publications.claim(request, timeout=math.inf)
+        except RegistrationError:
+            await self._check_fits(side.publication, side.name, rank.entrance.tensors)  # says all that is wrong
+            raise
 
     def _note_pair(self, rank: LocalRank, pair: str, batch: str) -> None:
         """A worker that enters one more pair leaves that of the longest ago (``client.subscription.MAX_PAIRS``)."""
@@ -878,6 +889,9 @@ class PublicationService:
             for slot, buffer in enumerate(rank.buffers):
                 buffer.fill(claim.seq)
                 self._remember(side, rank, slot, claim.seq, claim.version)
+            if not rank.buffers:
+                # It asks for newer versions than this, so a Redis that has lost its data has to go on from it.
+                self._remember(side, rank, 0, claim.seq, claim.version)
         if rank.number == 0 or message.error:
             self._spawn(self._release(side, claim, message.error))
 
@@ -1187,12 +1201,19 @@ def _claim_late(side: LocalSide, asking: _Asking, unanswered: Callable[[], EthaE
     request, answer = asking.request, asking.answer
     if answer is None:
         return unanswered()
+    newest = max(answer.seq, side.seq)
     if request.version is not None:
         why = f"nobody who holds version {json.dumps(request.version)} had a free place"
-    elif answer.seq <= request.newer_than:
-        why = f"version {answer.seq} is the newest that was announced" if answer.seq else "nothing was announced yet"
+    elif not newest:
+        why = "nothing was announced yet"
+    elif newest <= request.newer_than:
+        why = f"version {newest} is the newest that was announced"
+        if newest < request.newer_than:
+            why += ". Numbers begin again if Redis has lost them: newer_than=0 receives the newest version in any case"
+    elif answer.unfit:
+        why = f"version {newest} was announced, and {answer.unfit}"
     else:
-        why = "all who hold a newer one were busy, or it does not fit"
+        why = f"version {newest} was announced, and all who hold a newer one were busy, or nobody holds one any more"
     return TransferTimeoutError(
         f"{side.name} got no version of publication {side.publication!r} newer than {request.newer_than} by its "
         f"deadline: {why}",

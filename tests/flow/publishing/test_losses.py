@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import etha
 from etha.client.subscription import HOP_START
@@ -47,6 +48,19 @@ def test_a_dead_publisher_s_version_is_kept_until_somebody_else_has_it(site: Sit
     assert second.expect("held")[:3] == (2, 8, 8.0)
     third = job.start(replica, pair, "third", SMALL, at=("third", 0))
     assert third.expect("held")[:3] == (2, 8, 8.0)
+
+
+@pytest.mark.ways("tcp", "local")
+async def test_a_closed_publisher_s_version_is_kept_for_those_who_want_its_dtypes(site: Site, pair: str) -> None:
+    """A replica of a narrower dtype has all elements, and may not feed one of the publisher's."""
+    async with Fleet(site, pair, {"w": (64,)}) as fleet:
+        trainer = await fleet.publish(Cut())
+        narrow = await fleet.subscribe("narrow", Cut(dtypes={"w": torch.bfloat16}), atomic=True)
+        await trainer.put(1)
+        await narrow.next()
+        await trainer.close()
+        late = await fleet.subscribe("late", Cut(), atomic=True)
+        assert (await late.next(timeout=10)).source == "trainer"
 
 
 @pytest.mark.ways("tcp", "local")

@@ -44,6 +44,43 @@ async def test_tensors_that_do_not_fit(site: Site, pair: str) -> None:
                 assert [(v.code, v.name) for v in raised.value.violations] == [(code, name)]
 
 
+@pytest.mark.parametrize(
+    ("shapes", "code", "name"),
+    [
+        ({"w": (6, 5), "b": (3,)}, "shape_mismatch", "w"),
+        ({"w": (6, 4), "b": (3,), "c": (1,)}, "missing_name", "c"),
+        ({"w": (6, 4)}, "unknown_name", "b"),
+    ],
+)
+async def test_a_publisher_that_comes_again_with_other_tensors(
+    site: Site, pair: str, shapes: dict[str, tuple[int, ...]], code: str, name: str
+) -> None:
+    """A replica that waits hears it, as one that subscribes does, and one that asks again. It follows once they fit."""
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", Cut(world=2), atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        waiting = [asyncio.ensure_future(one.next()) for one in replica.subscriptions]
+        await asyncio.gather(*(client.status() for client in replica.clients))  # both have asked
+        await trainer.close()
+        fleet.shapes = shapes
+        other = await fleet.publish(Cut())
+        await other.put(2)
+        for found in [*waiting, replica.subscriptions[0].next(), replica.subscriptions[1].next()]:
+            with pytest.raises(etha.RegistrationError, match="others") as raised:
+                await found
+            assert [(v.code, v.name) for v in raised.value.violations] == [(code, name)]
+        (state,) = await other.publications[0].subscribers()
+        assert (state.state, state.seq) == ("behind", 1)
+        assert name in state.error
+        await other.close()
+        fleet.shapes = SHAPES
+        again = await fleet.publish(Cut())
+        await again.put(3)
+        assert (await replica.next()).version == 3
+
+
 async def test_elements_that_are_not_published(site: Site, pair: str) -> None:
     """A publisher of regions, and subscribers that want more of a tensor than its ranks hold together."""
     held = {"w": [[[(0, 3)], [(0, 4)]], [[(2, 5)], [(0, 2)]]]}
@@ -132,8 +169,10 @@ async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
             await subscription.next()
         await trainer.put(1)
         assert (await waiting).version == 1
-        with pytest.raises(etha.TransferTimeoutError, match="version 1 is the newest"):
+        with pytest.raises(etha.TransferTimeoutError, match=r"version 1 is the newest that was announced$"):
             await subscription.next(timeout=0.2)
+        with pytest.raises(etha.TransferTimeoutError, match="Redis has lost them: newer_than=0"):
+            await subscription.next(newer_than=7, timeout=0.2)
         trainer.tensors[0]["w"].data = torch.zeros(6, 4)
         with pytest.raises(etha.RegistrationError, match="'w'"):
             await publication.put(2)

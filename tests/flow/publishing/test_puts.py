@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.store.keys import CLAIM_LEASE
+from etha.store.registry import Store
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.sites import Site, open_site
 from tests.flow.ways import Way
@@ -120,6 +121,31 @@ async def test_an_older_version_comes_back_while_somebody_has_it(site: Site, pai
             await trainer.put(version)
         with pytest.raises(etha.ConfigError, match="1"):
             await replica.subscriptions[0].next(version=1)
+
+
+@pytest.mark.ways("tcp")
+async def test_a_question_that_was_refused_is_over(site: Site, pair: str) -> None:
+    """Nobody has the pinned version any more. The next question is another one."""
+    async with Fleet(site, pair, SHAPES) as fleet, await Store.open(str(site.redis), "default", timeout=10) as store:
+        trainer = await fleet.publish(ROWS, fan_out=1)
+        stuck = await fleet.subscribe("stuck", COLUMNS, atomic=True)
+        replica = await fleet.subscribe("replica", Cut(), atomic=True)
+        await trainer.put(1)
+        half = asyncio.ensure_future(stuck.subscriptions[0].next())  # takes the only place
+        async with store.changes(store.keys.publication_side(pair, "stuck")) as changed:
+            while not (view := await store.publications.view(pair)) or not view.claims:
+                await changed()
+        (subscription,) = replica.subscriptions
+        waiting = asyncio.ensure_future(subscription.next(version=1))
+        async with store.changes(store.keys.publication_side(pair, "replica")) as changed:
+            while len((await store.publications.view(pair)).queue) == 0:  # type: ignore[union-attr]
+                await changed()
+        await store.publications.forget(pair, view.claims[0].holder)
+        with pytest.raises(etha.ConfigError, match="no holder has version 1"):
+            await waiting
+        half.cancel()
+        await trainer.put(2)
+        assert (await replica.next()).version == 2
 
 
 @pytest.mark.ways("local")

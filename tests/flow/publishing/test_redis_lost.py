@@ -197,6 +197,22 @@ async def test_a_publisher_that_is_launched_before_the_replicas_are_back_in_an_e
         assert (await replica.next(timeout=30)).version == 5
 
 
+async def test_a_replica_that_serves_nobody_follows_a_new_publisher_in_an_empty_redis(home: Site, disk: Disk) -> None:
+    """Numbers go on after the one that it holds, for which it asks."""
+    async with Fleet(home, "p", SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", COLUMNS, serve=False)
+        for version in (1, 2, 3):
+            await trainer.put(version)
+        await replica.next()
+        await trainer.close()
+        disk.lose()
+        await until_newest(disk.server, "p", 3)
+        again = await fleet.publish(ROWS)
+        assert (await again.put(4)).seq == 4
+        assert (await replica.next(timeout=SOON)).version == 4
+
+
 async def test_a_backup_that_lists_a_replica_which_has_left_since(home: Site, disk: Disk) -> None:
     async with Fleet(home, "p", SHAPES) as fleet:
         trainer = await fleet.publish(ROWS)

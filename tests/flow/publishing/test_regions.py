@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from typing import Any
 
 import pytest
 
+import etha
+from etha.store.registry import Store
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.publishing.test_fleets import random_shapes
 from tests.flow.sites import Site
@@ -63,6 +66,48 @@ async def test_a_publisher_that_is_gone_is_replaced_as_far_as_its_holders_reach(
         assert (await whole.next()).source == "trainer"
         inside = await fleet.subscribe("inside", INSIDE, serve=False)
         assert (await inside.next()).source in ("engine", "whole")
+
+
+@pytest.mark.ways("tcp")
+async def test_one_whom_no_holder_can_feed_is_told_why(site: Site, pair: str) -> None:
+    """What the publisher had is gone, and the holder of some elements is left. It waits, because others may come."""
+    async with Fleet(site, pair, SHAPES) as fleet, await Store.open(str(site.redis), "default", timeout=10) as store:
+        trainer = await fleet.publish(Cut())
+        engine = await fleet.subscribe("engine", ENGINE, atomic=True)
+        whole = await fleet.subscribe("whole", Cut(), atomic=True)
+        await trainer.put(1)
+        await engine.next()
+        view = await store.publications.view(pair)
+        assert view is not None
+        for holder in view.holders:
+            if holder.publisher:
+                await store.publications.forget(pair, holder.name)
+        why = r"no holder of a newer version can feed it: tensor . lacks elements there that are wanted here"
+        (waits,) = whole.subscriptions
+        with pytest.raises(etha.TransferTimeoutError, match=f"version 1 was announced, and {why}"):
+            await waits.next(timeout=0.5)
+        waiting = asyncio.ensure_future(waits.next())
+        await until_error(store, pair, "whole", why)
+        logs = [path.read_text() for path in site.directory.rglob("*.log")]
+        assert any(re.search(rf"WARNING .*publication {re.escape(pair)}: whole waits: {why}", text) for text in logs)
+        await trainer.put(2)
+        assert (await waiting).version == 2
+        await until_error(store, pair, "whole", "^$")
+
+
+async def until_error(store: Store, publication: str, subscriber: str, pattern: str) -> None:
+    """Wait until Redis says of a subscriber why it has no newer version."""
+    async with (
+        asyncio.timeout(30),
+        store.changes(store.keys.publication_side(publication, subscriber)) as changed,
+    ):
+        while True:
+            view = await store.publications.view(publication)
+            assert view is not None
+            (found,) = [one for one in view.subscribers if one.name == subscriber]
+            if re.search(pattern, found.error):
+                return
+            await changed()
 
 
 @pytest.mark.ways("local")

@@ -855,8 +855,8 @@ class Duet:
         self.fleet, self.chance = fleet, chance
         self.rule = Sources(
             serial=1000,
-            unfit=frozenset({("half", "a"), ("half", "part"), ("half", "rest"), ("part", "half"), ("rest", "half")}),
-            lacking=frozenset({("part", "a"), ("rest", "a"), ("part", "rest"), ("rest", "part")}),
+            unfit=frozenset({("half", "part"), ("half", "rest"), ("part", "half"), ("rest", "half")}),
+            lacking=frozenset({("half", "a"), ("part", "a"), ("rest", "a"), ("part", "rest"), ("rest", "part")}),
         )
         self.options: dict[str, Any] = {
             "slots": chance.choice([1, 2, 2, 3]),
