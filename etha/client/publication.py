@@ -39,6 +39,7 @@ from etha.client.memory.base import Fingerprint, fingerprint, memory_of, moved
 from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
 from etha.client.tasks import Deadline, Shield
+from etha.config import MAX_WORLD
 from etha.errors import AgentLostError, ConfigError, RegistrationError, TransferTimeoutError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
@@ -387,8 +388,8 @@ def check_slots(slots: Any) -> int:
 
 
 def check_fan_out(fan_out: Any) -> int | None:
-    """``fan_out`` itself; ConfigError for anything but None or a number above 0."""
-    return None if fan_out is None else _check_count("fan_out", fan_out, least=1)
+    """``fan_out`` itself; ConfigError for anything but None or a number from 1 to ``MAX_WORLD``."""
+    return None if fan_out is None else _check_count("fan_out", fan_out, least=1, most=MAX_WORLD)
 
 
 def check_max_rate(rate: Any) -> float | None:

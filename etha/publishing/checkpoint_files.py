@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -153,10 +154,9 @@ class CheckpointDirectory:
         work.mkdir(exist_ok=True)
         files = [file_name(one, len(parts)) for one in range(len(parts))]
         draft = work / f".{files[number]}"
-        with safetensors_errors(draft):
-            from safetensors.torch import save_file
-
-            save_file(dict(tensors), draft, {"format": "pt", **metadata})
+        _save(draft, tensors, {"format": "pt", **metadata})
+        # The package lets nobody else read the file, unlike what a user writes in any other way.
+        draft.chmod(work.stat().st_mode & 0o666)
         _flush(draft)
         draft.replace(work / files[number])
         _flush(work)
@@ -218,6 +218,19 @@ class CheckpointDirectory:
     def _unfinished(self) -> list[tuple[CheckpointName, Path]]:
         found = [(CheckpointName.parse(one.name[1:].partition(".")[0]), one) for one in self.path.glob(".seq-*")]
         return [(name, path) for name, path in found if name is not None]
+
+
+def _save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file. OSError if the disk does not take it, which the package tells in a text."""
+    with safetensors_errors(path) as safetensors:
+        from safetensors.torch import save_file
+
+        try:
+            save_file(dict(tensors), path, dict(metadata))
+        except safetensors.SafetensorError as error:
+            if number := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+            raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def _flush(path: Path) -> None:

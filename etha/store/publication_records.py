@@ -146,7 +146,7 @@ class PublicationRank:
             raise ConfigError(f"{where}: slots={self.slots}: 1 to {MAX_SLOTS} are allowed")
         if not 0 <= self.places <= MAX_WORLD or (self.role == "publisher" and self.places < 1):
             least = "fan_out" if self.role == "publisher" else "places"
-            raise ConfigError(f"{where}: {least}={self.places}: give at least {int(self.role == 'publisher')}")
+            raise ConfigError(f"{where}: {least}={self.places} is not {int(self.role == 'publisher')} to {MAX_WORLD}")
         if self.copies is not None and self.copies < 1:
             raise ConfigError(f"{where}: copies={self.copies}: give at least 1, or None for no limit")
         if len(self.zone) > MAX_ZONE:

@@ -160,6 +160,8 @@ async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
             await subscription.next(on_commit=lambda: None)
         with pytest.raises(etha.ConfigError, match="wait="):
             await publication.put(1, wait=-1)
+        with pytest.raises(etha.ConfigError, match=r"fan_out=2000000 must be a whole number, 1 to 1048576"):
+            await trainer.clients[0].publish("other", {}, fan_out=2_000_000)
         for number in (-1, 10**30, True, "1"):
             with pytest.raises(etha.ConfigError, match="newer_than="):
                 await subscription.next(newer_than=number)

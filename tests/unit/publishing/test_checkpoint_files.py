@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -132,6 +135,31 @@ def test_the_newest_stay_and_what_was_not_finished_goes(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     directory.prepare()
     assert sorted(one.name for one in tmp_path.iterdir()) == sorted([*left, "notes.txt"])
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path: Path) -> None:
+    directory, name = CheckpointDirectory(tmp_path, keep=None), CheckpointName(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            directory.write(name, [["w"]], 0, {"w": torch.zeros(4096)}, {}, 16384)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.errno == errno.EFBIG and "model.safetensors" in raised.value.filename
+    assert directory.newest() == 0
+    assert directory.write(name, [["w"]], 0, {"w": torch.zeros(4096)}, {}, 16384)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_are_readable_as_the_directory_is(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        CheckpointDirectory(tmp_path, keep=None).write(CheckpointName(1), [["w"]], 0, {"w": torch.zeros(3)}, {}, 12)
+    finally:
+        os.umask(before)
+    file = tmp_path / "seq-00000001" / "model.safetensors"
+    assert file.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
 def test_dtypes_that_files_cannot_hold_are_named_before_anything_is_received() -> None:
