@@ -22,6 +22,7 @@ with warnings.catch_warnings():  # of others' packages
     warnings.simplefilter("ignore")
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     from etha.integrations.vllm.weights.loading import Reload
     from etha.integrations.vllm.weights.received import Received, widest
@@ -351,6 +352,68 @@ def test_a_module_that_the_loaders_make_anew_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"makes the module 'head' anew"):
         received(live, random(weight=(6, 8)))
     assert live.head is head and torch.equal(live.head(X), before)
+
+
+def classifier(*, packed: bool) -> Model:
+    """Its head is made, when all is loaded, from two rows of a weight that was loaded before."""
+
+    class Classifier(Model):
+        def load_weights(self, weights: Weights) -> None:
+            embedding: Any = self.embed.weight
+            super().load_weights(weights)
+            yes, no = (embedding.data[[row]].to(torch.get_default_dtype()) for row in (3, 1))
+            self.head.weight.data.copy_((yes - no) * yes)
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        getattr(model, name).weight.data.copy_(tensor)
+
+    half = torch.bfloat16
+    embed = Linear(6, 8, dtype=half) if packed else nn.Embedding(6, 8, dtype=half)
+    return Classifier(load, embed=embed, up=Linear(6, 8, dtype=half), head=Linear(1, 8, dtype=half))
+
+
+def test_a_loader_that_computes_with_what_it_has_loaded_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM makes a reranker's head of the tied head of a language model; in the dtype in which the engine loads."""
+    monkeypatch.setattr(Bare, "dtype", torch.bfloat16)
+    x = X.to(torch.bfloat16)
+
+    def first(tensors: dict[str, Tensor]) -> Any:
+        with set_default_torch_dtype(torch.bfloat16):
+            return classifier(packed=False).first(tensors)
+
+    old, new = random(embed=(6, 8), up=(6, 8)), random(embed=(6, 8), up=(6, 8))
+    live = first(old)
+    into = received(live, new)
+    for version in (new, old):
+        bring(into, version)
+        assert torch.equal(live.head(x), first(version).head(x))
+        assert into.compare().differs == []
+    live.head.packed += 1
+    assert [found.partition(":")[0] for found in into.compare().differs] == ["head.weight"]
+
+
+def test_a_loader_that_computes_with_what_is_packed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bare, "dtype", torch.bfloat16)
+    live = classifier(packed=True).first(random(embed=(6, 8), up=(6, 8)))
+    before = live.head.packed.clone()
+    with pytest.raises(ConfigError, match=r"compute with 'embed\.weight' after it was loaded.*not supported"):
+        received(live, random(embed=(6, 8), up=(6, 8)))
+    assert torch.equal(live.head.packed, before)
+
+
+def test_a_loader_that_makes_numbers_where_its_parameter_is_is_refused() -> None:
+    """Parameters are on meta meanwhile, where a tensor that torch makes of numbers has none."""
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        factor = torch.tensor([2.0] * 8, device=model.up.weight.device)
+        model.up.weight.data.copy_(tensor)
+        model.up.weight.data.mul_(factor)
+
+    live = Model(load, up=Linear(6, 8)).first(random(up=(6, 8)))
+    before = live.up(X)
+    with pytest.raises(ConfigError, match=r"compute with a tensor of shape \(8,\) on the meta device.*not supported"):
+        received(live, random(up=(6, 8)))
+    assert torch.equal(live.up(X), before)
 
 
 def test_a_loader_that_does_something_else_later_is_an_error() -> None:

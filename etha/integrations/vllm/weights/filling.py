@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from etha.errors import ConfigError
 from etha.integrations.vllm.weights.keep import lossy
 from etha.integrations.vllm.weights.standin import StandIn, aten
 from etha.integrations.vllm.weights.trace import Region, Trace, area
@@ -28,7 +30,8 @@ from etha.integrations.vllm.weights.trace import Region, Trace, area
 class ParameterMemory:
     """A parameter or buffer ``leaf`` of ``module`` as its loaders see it, mostly on meta, and its memory.
 
-    ``due``: how often a load writes to it, if that is known. ``regions``: the parts that were written.
+    ``due``: how often a load writes to it, if that is known. ``regions``: the parts that were written. ``closed``: its
+    module is finished. ``written_at``, ``read_at``: the last tensors of the load at which it was; see ``Filling.step``.
     """
 
     name: str
@@ -41,6 +44,13 @@ class ParameterMemory:
     regions: set[Region] = field(default_factory=set)
     odd: bool = False
     closed: bool = False
+    written_at: int = -1
+    read_at: int = -1
+
+    @property
+    def read_alone(self) -> bool:
+        """Whether a loader has read it since it was last written to, while it had another tensor."""
+        return self.read_at > self.written_at
 
     def covered(self) -> int:
         """How many of its elements were written. Those of a part that is not a product of runs do not count."""
@@ -67,10 +77,21 @@ class Filling(TorchDispatchMode, ABC):
         self._places: Mapping[int, ParameterMemory] = {p.seen.untyped_storage()._cdata: p for p in places}
         self._device = device
         self._off = False
+        #: How many tensors of the load are over.
+        self.step = 0
         #: Casts that lose the meaning of a number: parameter, dtype from, dtype to.
         self.casts: set[tuple[str, torch.dtype, torch.dtype]] = set()
         #: Parameters that were written after they were closed.
         self.late: set[str] = set()
+
+    def __enter__(self) -> Any:
+        self._indices = RealIndices()
+        self._indices.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._indices.__exit__(*raised)  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def make(self, place: ParameterMemory) -> torch.Tensor:
@@ -93,24 +114,28 @@ class Filling(TorchDispatchMode, ABC):
         if "device" in kwargs and kwargs["device"] is not None and torch.device(kwargs["device"]).type == "meta":
             kwargs = {**kwargs, "device": self._device}  # a loader that asked a parameter where it is
         stands: dict[int, torch.Tensor] = {}
+        written = [(place, into) for into in _written(func, args, kwargs) if (place := self._place(into)) is not None]
 
         def real(found: Any) -> Any:
             place = self._place(found)
             if place is None:
                 return found
+            if not any(found is into for _, into in written):
+                place.read_at = self.step
             memory = self._view(place, found)
             stands[id(memory)] = found
             return memory
 
-        written = [(place, into) for into in _written(func, args, kwargs) if (place := self._place(into)) is not None]
         if func is aten.copy_.default and written and lossy(args[1].dtype, args[0].dtype):
             self.casts.add((written[0][0].name, args[1].dtype, args[0].dtype))
         args, kwargs = tree_map(real, (args, kwargs))
+        tree_map(_refuse_meta, (args, kwargs))
         result = func(*args, **kwargs)
         for place, into in written:
             if not into.numel():
                 continue
             place.note(into)
+            place.written_at = self.step
             if place.closed:
                 self.late.add(place.name)
         return tree_map(lambda found: stands.get(id(found), found), result)
@@ -128,6 +153,33 @@ class Filling(TorchDispatchMode, ABC):
             base = base.view(seen.dtype)
         offset = int(base.storage_offset()) + int(seen.storage_offset()) - int(place.seen.storage_offset())
         return base.as_strided(seen.shape, seen.stride(), offset)
+
+
+class RealIndices(TorchFunctionMode):
+    """Makes tensors of lists by which tensors are indexed, because torch makes them on the device of what is indexed.
+
+    On meta they would lose their numbers before any operation could be seen.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = tuple(map(_index, args[1])) if isinstance(args[1], tuple) else _index(args[1])
+            args = (args[0], index, *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _index(given: Any) -> Any:
+    return torch.tensor(given) if isinstance(given, list) and all(isinstance(one, int) for one in given) else given
+
+
+def _refuse_meta(found: Any) -> Any:
+    """ConfigError for a tensor on meta that is no parameter's: an operation with it gives undefined numbers."""
+    if isinstance(found, torch.Tensor) and found.is_meta and found.numel() and not isinstance(found, StandIn):
+        raise ConfigError(
+            f"the engine's loaders compute with a tensor of shape {tuple(found.shape)} on the meta device, where their "
+            f"parameters are while a version comes in: this model is not supported"
+        )
+    return found
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

@@ -66,6 +66,8 @@ class Reload:
         self._model, self._config, self._device = model, model_config, device
         self._due: dict[str, int] = {}
         self._whole: set[str] = set()
+        #: Parameters that the loaders read again when their module may be finished.
+        self._reread: set[str] = set()
         #: Of these, the ones that have elements which no load writes to.
         self._padded: set[str] = set()
         #: Parameters that the loaders make while they load: module, name in it, name in the model.
@@ -82,9 +84,10 @@ class Reload:
                 place.due = due.get(place.name)
             filling = _Filling(places, self._device)
             with torch.no_grad(), filling:
-                loader_of(self._model)(self._forgetting(weights, places))
+                loader_of(self._model)(self._forgetting(weights, places, filling))
             filled = [place for place in places if place.writes]
             self._refuse_casts(filling)
+            self._refuse_rereads([place for place in places if place.read_alone])
             for place in filled:
                 self._due[place.name] = place.writes
                 if place.covered() >= getattr(place.seen, "weight_loader_numel", place.seen.numel()):
@@ -104,10 +107,13 @@ class Reload:
         self._refuse_made()
         self._refuse_ties(filled)
 
-    def _forgetting(self, weights: Weights, places: list[ParameterMemory]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _forgetting(
+        self, weights: Weights, places: list[ParameterMemory], filling: Filling
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights; memory of modules that are full is given back before the next one."""
         for pair in weights:
             yield pair
+            filling.step += 1
             for place in places:
                 if place.memory is not None and place.due is not None and place.writes >= place.due:
                     place.memory = None
@@ -115,6 +121,19 @@ class Reload:
     def _refuse_casts(self, filling: Filling) -> None:
         for name, source, target in sorted(filling.casts, key=str):
             raise ConfigError(cast_refused(name, source, target))
+
+    def _refuse_rereads(self, places: list[ParameterMemory]) -> None:
+        """Parameters that the loaders compute with after they were loaded, where what is packed cannot be read back.
+
+        vLLM makes the head of some classifiers from the tied head of a language model, when all else is loaded.
+        """
+        self._reread = {place.name for place in places}
+        for place in places:
+            if place.seen.device.type == "meta" and not _readable(place):
+                raise ConfigError(
+                    f"the engine's loaders compute with {place.name!r} after it was loaded, which the engine holds "
+                    f"packed and cannot read back: this model is not supported"
+                )
 
     def _refuse_parts(self, places: list[ParameterMemory]) -> None:
         """Modules that get a part of what they are made of, where what is packed cannot be read back."""
@@ -180,7 +199,9 @@ class Reload:
         def full(module: nn.Module, places: list[ParameterMemory]) -> None:
             probed.extend(self._compared(names[module], module, places, found))
             for place in places:
-                place.memory, place.closed = None, True
+                place.closed = True
+                if place.name not in self._reread:
+                    place.memory = None
 
         live = self._live_made()
         with _created(self._model, self._config):
@@ -305,6 +326,7 @@ class Reload:
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for pair in weights:
                 yield pair
+                filling.step += 1
                 finish_full()
 
         with torch.no_grad(), filling:
@@ -399,7 +421,10 @@ class Reload:
 
 
 class _Filling(Filling):  # type: ignore[no-untyped-call]
-    """Memory of a place: undefined where all of it will be written, zero in a padding, else what the engine holds."""
+    """Memory of a place: undefined where all of it will be written, zero in a padding, else what the engine holds.
+
+    Once its module is finished, the engine holds what was loaded, and a loader may read it there.
+    """
 
     def __init__(
         self,
@@ -412,6 +437,8 @@ class _Filling(Filling):  # type: ignore[no-untyped-call]
         self._whole, self._padded = whole, padded
 
     def make(self, place: ParameterMemory) -> torch.Tensor:
+        if place.closed:
+            return held if (held := _live(place)) is not None else getattr(place.module, place.leaf)
         made = _memory(place, None if self._whole is None or place.name in self._whole else _live(place))
         if place.name in self._padded and place.seen.device.type == "meta":
             made.data.zero_()  # as it was created: kernels compute with the padding, too
@@ -575,7 +602,10 @@ def loader_of(model: Any) -> Any:
 
 @contextmanager
 def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
-    """The model with its parameters as they were created, on meta, and its own loaders, not vLLM's buffering ones."""
+    """The model with its parameters as they were created, on meta, and its own loaders, not vLLM's buffering ones.
+
+    The default dtype is the one under which vLLM loads, because some loaders make tensors of their own.
+    """
     released = _released(model)
     initialize_layerwise_reload(model)
     try:
@@ -584,7 +614,8 @@ def _created(model: nn.Module, model_config: Any) -> Iterator[None]:
             while getattr(loader, "__name__", "") == "online_process_loader":
                 loader = loader.__wrapped__
                 setattr(tensor, "weight_loader", loader)  # noqa: B010
-        yield
+        with set_default_torch_dtype(model_config.dtype):
+            yield
     finally:
         with _quiet():
             finalize_layerwise_reload(model, model_config)
