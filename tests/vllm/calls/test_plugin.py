@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,15 @@ def test_a_vllm_of_another_release_is_told_of_once_and_goes_on(
     )
     with pytest.raises(plugin_error(), match=r"vLLM 0\.99\.1 is installed.*install a vLLM"):
         EthaWeightTransferEngine.init_transfer_engine(SimpleNamespace(), info)  # type: ignore[arg-type]
+
+
+def test_an_engine_whose_experts_change_their_places_is_refused() -> None:
+    info = EthaWeightTransferInitInfo(
+        pair="weights", local_name="inference", remote_name="trainer", batch="w", names=[], dtypes=[], shapes=[]
+    )
+    engine: Any = SimpleNamespace(subscriber=None, parallel_config=SimpleNamespace(enable_eplb=True))
+    with pytest.raises(plugin_error(), match=r"pair 'weights': .*--enable-eplb.*start it without"):
+        EthaWeightTransferEngine.init_transfer_engine(engine, info)
 
 
 def plugin_error() -> type[Exception]:

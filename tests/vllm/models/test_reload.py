@@ -456,6 +456,21 @@ def test_a_module_that_is_quantized_in_an_unknown_way_is_refused() -> None:
         received(model.first({}), random(up=(6, 8)))
 
 
+def test_a_model_that_makes_something_of_all_its_weights_at_the_end_is_refused() -> None:
+    """As DeepSeek-V4's experts and Dots3's vision: vLLM calls this after a first load, and not after a reload."""
+
+    class Finished(Model):
+        def process_weights_after_loading(self) -> None:
+            self.doubled = 2 * self.up.weight
+
+    def load(model: Any, name: str, tensor: Tensor) -> None:
+        model.up.weight.data.copy_(tensor)
+
+    live = Finished(load, up=Linear(6, 8)).first(random(up=(6, 8)))
+    with pytest.raises(ConfigError, match=r"model Finished makes something of its weights.*not supported"):
+        received(live, random(up=(6, 8)))
+
+
 def test_workers_receive_at_the_dtype_that_holds_what_each_of_them_wants() -> None:
     """As GPT-OSS's bias: the first worker copies it, the others compute with it, and a pair has one dtype for it."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from etha.addresses import check_redis_url
 from etha.config import check_name
 from etha.errors import ConfigError
+from etha.integrations.vllm.engine.refusals import REBALANCED
 from etha.integrations.vllm.engine.versions import NAME
 
 #: What an update does to requests that are under way: the modes of vLLM's pause.
@@ -86,7 +87,10 @@ def follow_options(vllm_config: Any) -> FollowOptions | None:
             f'--load-format {NAME} needs --weight-transfer-config \'{{"backend": "{NAME}"}}\', and not {backend!r}: '
             f"later versions come in by it"
         )
-    executor = getattr(getattr(vllm_config, "parallel_config", None), "distributed_executor_backend", None)
+    parallel = getattr(vllm_config, "parallel_config", None)
+    if getattr(parallel, "enable_eplb", False):
+        raise ConfigError(f"--load-format {NAME}: {REBALANCED}")
+    executor = getattr(parallel, "distributed_executor_backend", None)
     if executor not in (None, "mp", "uni"):
         raise ConfigError(
             f"--load-format {NAME} works with --distributed-executor-backend mp or uni, and not with {executor!r}: "

@@ -23,6 +23,7 @@ from etha.client.aio import AsyncBatchHandle
 from etha.client.loop_thread import LoopMembership
 from etha.client.results import AsyncPair
 from etha.errors import AgentLostError, ConfigError, EthaError, TransferError
+from etha.integrations.vllm.engine.cores import leave_bound_core
 from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
 from etha.integrations.vllm.engine.news import report
 from etha.integrations.vllm.engine.refusals import STRANGER
@@ -48,6 +49,7 @@ class Meetings:
     def __init__(self, device: torch.device, *, redis_url: str | None, namespace: str | None) -> None:
         self._bus = AsyncTensorBusClient(device=device, redis_url=redis_url, namespace=namespace)
         self._membership = LoopMembership(self)
+        leave_bound_core(self._membership.loop_thread)
         self._order = asyncio.Lock()
         self._met: MetTrainer | None = None
         self._meeting: TransferFuture | None = None

@@ -34,6 +34,7 @@ from etha.errors import (
     RegistrationError,
     RendezvousTimeoutError,
 )
+from etha.integrations.vllm.engine.cores import leave_bound_core
 from etha.integrations.vllm.engine.follow_options import FollowOptions
 from etha.integrations.vllm.engine.follower import WorkerOutcome
 from etha.integrations.vllm.engine.news import report
@@ -63,6 +64,7 @@ class EngineSubscriber:
             device="cpu", redis_url=options.redis_url, namespace=options.namespace, timeout=options.timeout
         )
         self._membership = LoopMembership(self)
+        leave_bound_core(self._membership.loop_thread)
         self._subscription: AsyncSubscription | None = None
         #: What is registered, and how it gets into the model once that has been processed.
         self._room: RegionMemory | None = None

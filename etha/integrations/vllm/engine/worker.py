@@ -30,7 +30,7 @@ from etha.errors import ConfigError, TransferAbortedError, TransferError
 from etha.integrations.vllm.engine.init_info import EthaWeightTransferInitInfo, Incoming
 from etha.integrations.vllm.engine.loader import subscriber_of
 from etha.integrations.vllm.engine.meeting import Meetings
-from etha.integrations.vllm.engine.refusals import MOVED, STRANGER
+from etha.integrations.vllm.engine.refusals import MOVED, REBALANCED, STRANGER
 from etha.integrations.vllm.engine.subscriber import EngineSubscriber
 from etha.integrations.vllm.engine.versions import unsupported
 from etha.integrations.vllm.engine.workers import WorkerAgreement
@@ -102,6 +102,8 @@ class EthaWeightTransferEngine(WeightTransferEngine[EthaWeightTransferInitInfo, 
                 f"this engine follows publication {self.subscriber.publication!r}, and takes no version from a trainer "
                 f"of pair {init_info.pair!r}: let that trainer publish, or start the engine without --load-format etha"
             )
+        if self.parallel_config.enable_eplb:
+            raise ConfigError(f"pair {init_info.pair!r}: {REBALANCED}")
         metas = init_info.metas()
         rank, world = self._place(init_info.pair)
         meetings = self._connect(init_info)

@@ -84,15 +84,6 @@ class Filling(TorchDispatchMode, ABC):
         #: Parameters that were written after they were closed.
         self.late: set[str] = set()
 
-    def __enter__(self) -> Any:
-        self._indices = RealIndices()
-        self._indices.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._indices.__exit__(*raised)  # type: ignore[no-untyped-call]
-
     @abstractmethod
     def make(self, place: ParameterMemory) -> torch.Tensor:
         """New memory for a place."""
@@ -155,6 +146,10 @@ class Filling(TorchDispatchMode, ABC):
         return base.as_strided(seen.shape, seen.stride(), offset)
 
 
+class MetaReadError(ConfigError):
+    """Loaders compute with a tensor that has no numbers."""
+
+
 class RealIndices(TorchFunctionMode):
     """Makes tensors of lists by which tensors are indexed, because torch makes them on the device of what is indexed.
 
@@ -173,9 +168,9 @@ def _index(given: Any) -> Any:
 
 
 def _refuse_meta(found: Any) -> Any:
-    """ConfigError for a tensor on meta that is no parameter's: an operation with it gives undefined numbers."""
+    """MetaReadError for a tensor on meta that is no parameter's: an operation with it gives undefined numbers."""
     if isinstance(found, torch.Tensor) and found.is_meta and found.numel() and not isinstance(found, StandIn):
-        raise ConfigError(
+        raise MetaReadError(
             f"the engine's loaders compute with a tensor of shape {tuple(found.shape)} on the meta device, where their "
             f"parameters are while a version comes in: this model is not supported"
         )

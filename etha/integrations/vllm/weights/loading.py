@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from etha.integrations.vllm.weights.compare import (
     multiplies,
     unequal,
 )
-from etha.integrations.vllm.weights.filling import Filling, ParameterMemory
+from etha.integrations.vllm.weights.filling import Filling, MetaReadError, ParameterMemory, RealIndices
 from etha.integrations.vllm.weights.keep import Meta, Recorded, Recording
 from etha.integrations.vllm.weights.quantized import cast_refused, kernel_of, quantized
 
@@ -65,6 +65,7 @@ class Reload:
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device) -> None:
         self._model, self._config, self._device = model, model_config, device
         self._due: dict[str, int] = {}
+        self._indices: Any = nullcontext()
         self._whole: set[str] = set()
         #: Parameters that the loaders read again when their module may be finished.
         self._reread: set[str] = set()
@@ -76,14 +77,21 @@ class Reload:
         #: Parameters of which the rest stays what the engine holds.
         self.partial: list[str] = []
 
-    def rehearse(self, weights: Weights, due: Mapping[str, int]) -> None:
+    def rehearse(self, weights: Sequence[tuple[str, torch.Tensor]], due: Mapping[str, int]) -> None:
         """ConfigError, naming the parameter, for what cannot be brought in whole; ``due`` are writes known before."""
+        try:
+            self._rehearse(weights, due)
+        except MetaReadError:
+            self._indices = RealIndices()  # only then, because it costs time at each of torch's functions
+            self._rehearse(weights, due)
+
+    def _rehearse(self, weights: Weights, due: Mapping[str, int]) -> None:
         with _created(self._model, self._config), _modules_kept(self._model) as replaced:
             places = places_of(self._model)
             for place in places:
                 place.due = due.get(place.name)
             filling = _Filling(places, self._device)
-            with torch.no_grad(), filling:
+            with torch.no_grad(), self._indices, filling:
                 loader_of(self._model)(self._forgetting(weights, places, filling))
             filled = [place for place in places if place.writes]
             self._refuse_casts(filling)
@@ -329,7 +337,7 @@ class Reload:
                 filling.step += 1
                 finish_full()
 
-        with torch.no_grad(), filling:
+        with torch.no_grad(), self._indices, filling:
             loader_of(self._model)(tensors())
             finish_full()
         return done, sorted({place.name for place in places if place.writes != place.due} | filling.late)

@@ -122,6 +122,16 @@ def refuse_recorded(recorded: Recorded, count: int) -> None:
         raise ConfigError(cast_refused(*cast))
 
 
+def _refuse_hook(model: nn.Module) -> None:
+    """ConfigError for a model that makes something of all its weights when a first load is over. No reload repeats
+    that."""
+    if callable(getattr(model, "process_weights_after_loading", None)):
+        raise ConfigError(
+            f"the engine's model {type(model).__name__} makes something of its weights when all are loaded "
+            f"(process_weights_after_loading), which is not repeated for a live model: this model is not supported"
+        )
+
+
 def room_of(item: KeptPart, memory: torch.device) -> torch.Tensor:
     """New memory for a kept region."""
     if memory.type == "cpu" and not nothing(item):
@@ -161,6 +171,7 @@ class Received:
         self._model, self._config, self._device = model, model_config, device
         self._memory = device if memory is None else memory
         refuse_quantized(model)
+        _refuse_hook(model)
         # First, because tied parameters are several while they are created.
         live = {name for name, _ in model.named_parameters()}
         recorded = record(model, model_config, metas, device)
@@ -178,7 +189,7 @@ class Received:
         self._reload = Reload(model, model_config, device)
         rest = self._rest()
         if rest:
-            self._reload.rehearse((self._rehearsed(item) for item in rest), recorded.writes)
+            self._reload.rehearse([self._rehearsed(item) for item in rest], recorded.writes)
         self._partial = self._reload.partial
         self._tensors: dict[str, torch.Tensor] = {}
         self._taking = Lock()
