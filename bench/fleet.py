@@ -1,12 +1,15 @@
-"""How fast a version reaches a fleet, and how far subscribers lag: real scripts in a real server, modelled hops.
+"""How fast a version reaches a fleet, and how far subscribers lag.
 
+    python bench/fleet.py [--subscribers 1,2,4,8,16] [--mib 16] [--rate 100] [--fan-out 2]
     python bench/fleet.py --simulate [--subscribers 1,2,4,8,16,100,1000] [--server redis-server]
 
-Every claim, put and release is a call of the scripts of etha/store. A hop takes T of virtual time (or T times a
-random factor), whoever else sends, because each subscriber serves one other at a time. Leases do not lapse, because
-virtual time is not the server's. The bound is that of doubling, T * ceil(log2(R / fan_out + 1)): in each round the
-publisher gives fan_out copies, and each subscriber that has the version one. The server's time is that of its own
-statistics of commands.
+The first measures a fleet of real agents on hosts whose NICs the kernel paces (``fleet_hops``, ``paced_hosts``).
+
+``--simulate``: real scripts in a real server, modelled hops. Every claim, put and release is a call of the scripts of
+etha/store. A hop takes T of virtual time (or T times a random factor), whoever else sends, because each subscriber
+serves one other at a time. Leases do not lapse, because virtual time is not the server's. The bound is that of
+doubling, T * ceil(log2(R / fan_out + 1)): in each round the publisher gives fan_out copies, and each subscriber that
+has the version one. The server's time is that of its own statistics of commands.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fleet_hops
 import harness
+import paced_hosts
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from etha.store import connect
@@ -243,12 +248,27 @@ async def simulate(options: argparse.Namespace, url: str) -> None:
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--simulate", action="store_true", required=True, help="model the hops")
-    parser.add_argument("--subscribers", default="1,2,4,8,16,100,1000")
-    parser.add_argument("--length", type=float, default=40.0, help="of the runs with puts, in T")
-    parser.add_argument("--server", help="another server's binary; default: the shipped one")
+    parser.add_argument("--simulate", action="store_true", help="model the hops")
+    parser.add_argument("--subscribers", help="how many, with commas; default: 1,2,4,8,16, simulated up to 1000")
+    parser.add_argument("--length", type=float, default=40.0, help="simulated: of the runs with puts, in T")
+    parser.add_argument("--server", help="simulated: another server's binary; default: the shipped one")
+    parser.add_argument("--mib", type=int, default=16, help="measured: payload of a version")
+    parser.add_argument("--rate", type=float, default=100.0, help="measured: MB/s of a host's NIC, each way")
+    parser.add_argument(
+        "--fan-out", type=int, default=2, help="measured: subscribers that the publisher serves at once"
+    )
+    parser.add_argument("--versions", type=int, default=5, help="measured: of each number of subscribers")
+    parser.add_argument("--puts", type=int, default=100, help="measured: at an interval of 0.3 T")
+    parser.add_argument("--differences", default="never", help="measured: ETHA_DIFFERENCES of all agents")
     options = parser.parse_args()
+    options.subscribers = options.subscribers or ("1,2,4,8,16,100,1000" if options.simulate else "1,2,4,8,16")
+    if not options.simulate:
+        paced_hosts.isolate()
+        options.counts, options.rate = [int(one) for one in options.subscribers.split(",")], options.rate * 1e6
     print(harness.machine())
+    if not options.simulate:
+        fleet_hops.measure(options)
+        return
     connect.CLAIM_LEASE = 86400.0
     with tempfile.TemporaryDirectory() as directory, served(Path(directory), binary=options.server) as server:
         asyncio.run(simulate(options, server.url))
