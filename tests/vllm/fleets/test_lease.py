@@ -199,8 +199,14 @@ def test_a_model_of_two_versions_stays_paused(in_place: bool) -> None:
     assert lease.due
 
 
-@pytest.mark.parametrize("reported", [{"claim": "trainer"}, {"release": "trainer"}, {"cancel": True}, {}])
-def test_a_sleeping_engine_hears_whose_its_pause_is_and_takes_no_version(reported: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "reported", [{"claim": "trainer"}, {"release": "trainer"}, {"cancel": True}, {}, [{}], [{}, {}]]
+)
+def test_a_sleeping_engine_hears_whose_its_pause_is_and_takes_no_version(reported: object) -> None:
     engine = SimpleNamespace(model_executor=SimpleNamespace(sleeping_tags={"weights"}))
-    with nullcontext() if reported else pytest.raises(ConfigError, match="wake them up first"):
+    with (
+        nullcontext()
+        if isinstance(reported, dict) and reported
+        else pytest.raises(ConfigError, match="wake them up first")
+    ):
         _refuse_asleep(engine, "update_weights", {"update_info": reported})

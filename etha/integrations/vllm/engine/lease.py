@@ -206,10 +206,11 @@ def _keep_leases(core: Any, process: Any, wanted: Callable[[Any], bool]) -> None
 def _refuse_asleep(engine: Any, method: str, kwargs: Mapping[str, Any]) -> None:
     """ConfigError for a call that needs the weights of a sleeping engine, because on a GPU they have no memory."""
     needs = ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update")
-    info = kwargs.get("update_info") or {}
+    info = kwargs.get("update_info")
+    words = set(info) if isinstance(info, Mapping) else set()  # vLLM also takes a list, with one for each worker
     if "weights" not in engine.model_executor.sleeping_tags:
         return
-    if method in needs or (method == "update_weights" and not {"claim", "release", "cancel"}.intersection(info)):
+    if method in needs or (method == "update_weights" and not words & {"claim", "release", "cancel"}):
         raise ConfigError(
             "the engine sleeps, and its weights are not there to be written: wake them up first, with "
             "wake_up(tags=['weights']) or POST /wake_up?tags=weights"
