@@ -103,7 +103,21 @@ def _live(work: Callable[..., None], pipe: Connection, args: tuple[Any, ...], en
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(out, stream.fileno())
+    if (cores := env.get("VLLM_CPU_OMP_THREADS_BIND")) is not None:
+        _take_threads(cores)
     work(pipe, *args)
+
+
+def _take_threads(cores: str) -> None:
+    """Compute with as many threads as vLLM gives a worker, one for each of its ``cores``: "0|1" for two workers.
+
+    vLLM tells OpenMP by the environment, which a fork of a process that has loaded OpenMP does not read. Two threads on
+    cores that others use, too, wait for each other at the end of each operation, spinning, for as long as the scheduler
+    leaves one of them aside.
+    """
+    import torch
+
+    torch.set_num_threads(len(cores.split("|")[0].split(",")))
 
 
 def serve(pipe: Connection, answer: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""A worker whose own thread is bound to one core: Etha's threads, and what they start, are not."""
+"""Where a worker of a CPU engine computes, and Etha's threads in it, which leave the core of its own thread."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.engines import environment
 from tests.vllm.nursery import Child
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
@@ -52,3 +53,26 @@ def test_etha_leaves_the_core_of_the_engine(name: str, env: dict[str, str], logs
         child.end()
     assert own == {min(os.sched_getaffinity(0))}, "the engine's thread stays where it is"
     assert etha == [os.sched_getaffinity(0)] * 3
+
+
+def _threads(pipe: Connection) -> None:
+    """How many threads compute here, and in a fork, as an engine of these tests is one."""
+    import torch
+
+    near, far = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(far, bytes([torch.get_num_threads()]))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    pipe.send((torch.get_num_threads(), os.read(near, 1)[0]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_of_these_tests_has_one_thread_for_each_worker(workers: int, env: dict[str, str], logs: Path) -> None:
+    """As vLLM's own workers; what is measured of engines, as by bench/joining.py, is else of threads in each other's
+    way."""
+    child = Child(_threads, env={**env, **environment(workers)}, log=logs / "engine.log")
+    try:
+        assert child.hear() == (1, 1)
+    finally:
+        child.end()
