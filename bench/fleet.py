@@ -260,6 +260,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=5, help="measured: of each number of subscribers")
     parser.add_argument("--puts", type=int, default=100, help="measured: at an interval of 0.3 T")
     parser.add_argument("--differences", default="never", help="measured: ETHA_DIFFERENCES of all agents")
+    parser.add_argument("--pass-on", default="1", help="measured: ETHA_PASS_ON of all agents")
     options = parser.parse_args()
     options.subscribers = options.subscribers or ("1,2,4,8,16,100,1000" if options.simulate else "1,2,4,8,16")
     if not options.simulate:

@@ -223,6 +223,7 @@ async def _host(number: int, options: argparse.Namespace, directory: Path, redis
     place = harness.place(directory, redis, "tcp", str(number))
     place["ETHA_LISTEN"] = f"{paced_hosts.address(number)}:0"
     place["ETHA_DIFFERENCES"] = options.differences
+    place["ETHA_PASS_ON"] = options.pass_on
     place["GLOO_SOCKET_IFNAME"] = paced_hosts.NIC
     harness.settle(place)
     found = []

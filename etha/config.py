@@ -59,6 +59,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_REPLICA": "this worker's replica in elastic groups; default: torchrun's run id, or a name of this process",
     "ETHA_STAGING": "most memory of an agent besides the workers' own, 256MiB or bytes; default: 256MiB",
     "ETHA_DIFFERENCES": "auto, always or never: send only what changed since the version before; default: auto",
+    "ETHA_PASS_ON": "0: a subscriber is read only once it holds a version, not while it receives it; default: 1",
     "ETHA_IDLE": "seconds after its last worker that an autostarted agent leaves; default: 60",
     "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
@@ -233,6 +234,7 @@ class Settings:
     trace: Path | None = None
     metrics: str | None = None
     differences: str = DIFFERENCES[0]
+    pass_on: bool = True
     zone: str | None = None
 
     @classmethod
@@ -277,6 +279,7 @@ class Settings:
             log=LogSettings.from_env(env),
             metrics=_text(env, "ETHA_METRICS"),
             differences=_one_of(env, "ETHA_DIFFERENCES", DIFFERENCES, DIFFERENCES[0]),
+            pass_on=_flag("ETHA_PASS_ON", env.get("ETHA_PASS_ON") or "1"),
             zone=_zone(env),
         )
 
@@ -318,6 +321,7 @@ class Settings:
             "ETHA_ENCRYPT": "1" if self.encrypt else None,
             "ETHA_STAGING": str(self.staging) if self.staging != STAGING else None,
             "ETHA_DIFFERENCES": self.differences if self.differences != DIFFERENCES[0] else None,
+            "ETHA_PASS_ON": None if self.pass_on else "0",
             "ETHA_LOG": self.log.level if self.log.level != LOG else None,
             "ETHA_LOG_FORMAT": self.log.format if self.log.format != LOG_FORMATS[0] else None,
             "ETHA_TRACE": None if self.trace is None else str(self.trace),
@@ -334,6 +338,7 @@ class Settings:
             "ETHA_ENCRYPT": "1" if self.encrypt else "no ETHA_ENCRYPT",
             "ETHA_STAGING": str(self.staging),
             "ETHA_DIFFERENCES": self.differences,
+            "ETHA_PASS_ON": "1" if self.pass_on else "0",
             "ETHA_LOG": self.log.level,
             "ETHA_LOG_FORMAT": self.log.format,
             "ETHA_TRACE": "no ETHA_TRACE" if self.trace is None else str(self.trace),

@@ -217,6 +217,7 @@ class Agent:
             dispatcher=self,
             spawn=self.spawn,
             zone=settings.zone or "",
+            pass_on=settings.pass_on,
         )
 
     @property

@@ -318,6 +318,7 @@ TABLE: tuple[KeyKind, ...] = (
             "zone": "zone of its agents",
             "slots": "versions that it keeps at once",
             "places": "subscribers that it serves at once, 0: it does not serve",
+            "passes": "1: a subscriber whose agents pass on what it is still receiving",
             "copies": "of the publisher: copies of one version that it gives while another holder has it; 0: no limit",
             "held": "seq of the version that it holds, 0 for none",
             "version": "its label as JSON",
@@ -361,8 +362,9 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={
             "SIDE/SERIAL": "JSON object: side, serial, launch, world, digest, zone, hosts, agents, publisher, orphan "
-            "(its workers have ended), draining, places, used, copies, slots (for each seq, version, description, "
-            "used, children: holders that have got it here, from: who gave it)",
+            "(its workers have ended), draining, places, passes, used, copies, slots (for each seq, version, "
+            "description, used, children: holders that have got it here, from: who gave it, arrival: what it passes on "
+            "while it is receiving that)",
         },
         doc="Buffers that hold versions, and how many subscribers read them.",
     ),
@@ -431,7 +433,8 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={
             "NUMBER": "JSON object: number, call, subscriber, serial, source, source_serial, source_world, "
-            "source_launch, slot, seq, version, description, protected",
+            "source_launch, slot, seq, version, description, protected, upstream (the claim by which the source is "
+            "receiving it, 0 if it has it whole), passed",
         },
         doc="Running hops. Each claim is leased for "
         f"{CLAIM_LEASE:g} s and renewed every {CLAIM_BEAT:g} s by the subscriber's agent.",

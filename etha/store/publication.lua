@@ -56,6 +56,15 @@ local function holder(id)
   return holders[id] or nil
 end
 
+-- Most subscribers in a row each of which is still receiving what it passes on.
+local MOST_DEEP = 16
+
+-- What can be had from a slot: itself, or the version that its subscriber is receiving and passes on (s.arrival).
+local function given_by(s)
+  if s.arrival and s.arrival.depth < MOST_DEEP then return s.arrival end
+  return s
+end
+
 -- At most slots - 1 are read at a time, so that a put always finds one. The answer says for each slot whether a new
 -- claim may take it, and the greatest seq that is kept back for this reason.
 local function claimable(h)
@@ -63,7 +72,7 @@ local function claimable(h)
   for _, s in ipairs(h.slots) do if s.used > 0 then reading = reading + 1 end end
   local full = not h.orphan and reading >= math.max(1, #h.slots - 1)
   for i, s in ipairs(h.slots) do
-    found[i] = s.seq > 0 and not (full and s.used == 0)
+    found[i] = given_by(s).seq > 0 and not (full and s.used == 0)
     if s.seq > 0 and not found[i] then back = math.max(back, s.seq) end
   end
   return found, back
@@ -91,7 +100,7 @@ local function offer(h, all)
   if h.used < h.places and not h.draining then
     local can = claimable(h)
     for i, s in ipairs(h.slots) do
-      if can[i] and (all or not given(h, s)) then best = math.max(best, s.seq) end
+      if can[i] and (all or not given(h, s)) then best = math.max(best, given_by(s).seq) end
     end
   end
   return best
@@ -103,7 +112,7 @@ local function index(id)
   touch(id)
   local best, has = 0, 0
   if h then
-    for _, s in ipairs(h.slots) do has = math.max(has, s.seq) end
+    for _, s in ipairs(h.slots) do has = math.max(has, given_by(s).seq) end
     best = offer(h)
   end
   if best > 0 then redis.call('ZADD', part('free'), best, id) else redis.call('ZREM', part('free'), id) end
@@ -215,8 +224,9 @@ local function drop_orphans()
       for _, s in ipairs(h.slots) do seq = math.max(seq, s.seq) end
       local held = seq == 0
       for _, other in ipairs(seq > 0 and redis.call('ZRANGEBYSCORE', part('offers'), seq, '+inf') or {}) do
-        local one = other ~= id and holder(other)
-        held = held or (one and has_all(one.digest, h.digest))
+        local one, whole = other ~= id and holder(other), 0
+        for _, s in ipairs(one and one.slots or {}) do whole = math.max(whole, s.seq) end
+        held = held or (one and whole >= seq and has_all(one.digest, h.digest))
       end
       if held then drop(id) end
     end
@@ -266,11 +276,15 @@ local function feeds(source, target, description)
 end
 
 local function fits(ask, id, h, s)
-  if s.seq == 0 or contains(ask.avoid, id) then return false end
+  local from = given_by(s)
+  if from.seq == 0 or contains(ask.avoid, id) then return false end
+  if s.arrival then -- nothing is passed on inside a host
+    for _, name in ipairs(h.hosts) do if contains(ask.hosts, name) then return false end end
+  end
   if ask.version ~= '' then
-    if s.version ~= ask.version then return false end
-  elseif s.seq <= ask.newer_than then return false end
-  return feeds(h.digest, ask.digest, s.description) == ''
+    if from.version ~= ask.version then return false end
+  elseif from.seq <= ask.newer_than then return false end
+  return feeds(h.digest, ask.digest, from.description) == ''
 end
 
 -- The publisher has given enough copies of a version if those who have them may feed this subscriber. One whose agent is
@@ -290,10 +304,11 @@ local function better(a, b)
   return false
 end
 local function preference(ask, id, h)
-  local host = 0
+  local host, depth = 0, 0
   for _, name in ipairs(h.hosts) do if contains(ask.hosts, name) then host = 1 end end
-  return {contains(ask.links, id) and 1 or 0, host, (h.zone ~= '' and h.zone == ask.zone) and 1 or 0,
-    h.publisher and 0 or 1, -h.used, -h.serial}
+  for _, s in ipairs(h.slots) do if s.arrival then depth = s.arrival.depth end end -- a subscriber has one slot
+  return {depth == 0 and 1 or 0, contains(ask.links, id) and 1 or 0, host, (h.zone ~= '' and h.zone == ask.zone) and 1 or 0,
+    h.publisher and 0 or 1, -h.used, -h.serial, -depth}
 end
 
 -- The newest version that a waiting subscriber can get now, and from whom. ``closed``: holders that others have to wait
@@ -325,8 +340,9 @@ function choose(own, ask, closed)
         for slot, s in ipairs(h.slots) do
           if can[slot] and fits(ask, id, h, s) and not enough(ask, h, s) then
             rank = rank or preference(ask, id, h)
-            if not best or s.seq > best_seq or (s.seq == best_seq and better(rank, best_rank)) then
-              best, best_slot, best_seq, best_rank = id, slot, s.seq, rank
+            local seq = given_by(s).seq
+            if not best or seq > best_seq or (seq == best_seq and better(rank, best_rank)) then
+              best, best_slot, best_seq, best_rank = id, slot, seq, rank
             end
           end
         end
@@ -419,9 +435,11 @@ end
 local function grant(id, ask, source, slot)
   local h = holder(source)
   local s, own = h.slots[slot], holder(id)
+  local from = given_by(s)
   local claim = {number = next_serial(), call = ask.call, subscriber = ask.subscriber, serial = ask.serial,
     source = h.side, source_serial = h.serial, source_world = h.world, source_launch = h.launch, slot = slot - 1,
-    seq = s.seq, version = s.version, description = s.description, protected = ask.protected}
+    seq = from.seq, version = from.version, description = from.description, protected = ask.protected,
+    upstream = s.arrival and s.arrival.claim or 0, passed = own and own.passes or nil}
   redis.call('HSET', part('claims'), int(claim.number), json(claim))
   redis.call('ZADD', part('leases'), now + req.claim_lease, int(claim.number))
   h.used, s.used = h.used + 1, s.used + 1
@@ -430,6 +448,11 @@ local function grant(id, ask, source, slot)
     -- The hop overwrites what the subscriber's own buffer holds.
     for _, one in ipairs(own.slots) do if one.seq > 0 then clear(id, one) end end
     s.children[#s.children + 1] = id
+    if own.passes then
+      own.slots[1].children = {}
+      own.slots[1].arrival = {seq = from.seq, version = from.version, description = from.description,
+        claim = claim.number, depth = (s.arrival and s.arrival.depth or 0) + 1}
+    end
     index(id)
   end
   index(source)
@@ -438,8 +461,35 @@ local function grant(id, ask, source, slot)
   wake(h.side, 'granted') -- its agents begin the hop
 end
 
+-- A version does not come: nobody is passed it on.
+local end_claim
+local function end_passed(claim)
+  local id = claim.subscriber .. '/' .. int(claim.serial)
+  local own = holder(id)
+  local s = own and own.slots[1]
+  if not claim.passed then return end
+  if s and s.arrival and s.arrival.claim == claim.number then
+    s.arrival, s.children = nil, {}
+    index(id)
+  end
+  local flat, ended = redis.call('HVALS', part('claims')), {}
+  for _, text in ipairs(flat) do
+    local one = object(text)
+    if one and one.upstream == claim.number then ended[#ended + 1] = one end
+  end
+  table.sort(ended, function(a, b) return a.number < b.number end)
+  for _, one in ipairs(ended) do
+    if end_claim(int(one.number), false) then
+      local side = side_key(one.subscriber)
+      if number(redis.call('HGET', side, 'serial')) == one.serial then
+        redis.call('HSET', side, 'over', int(one.call), 'error', 'what ' .. one.source .. ' passed on did not come')
+      end
+    end
+  end
+end
+
 -- A claim ends. Answers it, or nil if it is not there any more.
-local function end_claim(claim_number, committed)
+function end_claim(claim_number, committed)
   local text = redis.call('HGET', part('claims'), claim_number)
   if not text then return nil end
   local claim = object(text)
@@ -453,13 +503,14 @@ local function end_claim(claim_number, committed)
   local s = h and h.slots[claim.slot + 1]
   if s and s.used > 0 then
     h.used, s.used = h.used - 1, s.used - 1
-    if not committed and s.seq == claim.seq then remove(s.children, claim.subscriber .. '/' .. int(claim.serial)) end
+    if not committed and (s.seq == claim.seq or (s.arrival and s.arrival.seq == claim.seq)) then remove(s.children, claim.subscriber .. '/' .. int(claim.serial)) end
     index(source)
   end
   wake(claim.source, 'ended')
   wake(claim.subscriber, 'ended')
   local side = side_key(claim.subscriber)
   if redis.call('HGET', side, 'claim') == claim_number then redis.call('HSET', side, 'claim', '0') end
+  if not committed then end_passed(claim) end
   return claim
 end
 
@@ -511,52 +562,58 @@ local function match()
     local publisher = #avoiding > 0 and (P.holder or '') ~= '' and holder(P.holder)
     return publisher and math.max(found, offer(publisher, true)) or found
   end
-  local best, wanted, closed = top(), {}, {}
-  local least = redis.call('ZRANGE', part('wanted'), 0, 0, 'WITHSCORES')
-  if #least == 0 or best <= tonumber(least[2]) then return end
-  local flat = redis.call('ZRANGE', part('wanted'), 0, -1, 'WITHSCORES')
-  for i = 1, #flat, 2 do wanted[flat[i]] = tonumber(flat[i + 1]) end
-  -- What the publisher keeps back because its other slots are read. Whoever waits for that comes before those who would
-  -- go on reading the others.
-  local publisher = (P.holder or '') ~= '' and holder(P.holder)
-  local function kept_back()
-    if not publisher or closed[P.holder] then return 0 end
-    local _, back = claimable(publisher)
-    return back
-  end
-  local back = kept_back()
-  for _, id in ipairs(redis.call('ZRANGE', part('queue'), 0, -1)) do
-    local low = wanted[id] or 0
-    if low < best or low < back then
-      local text = redis.call('HGET', part('asks'), id)
-      local ask = text and object(text)
-      if not ask then error("Redis key '" .. part('asks') .. "': field '" .. id .. "' is not a question") end
-      local source, slot = choose(id, ask, closed)
-      local own = holder(id)
-      if not source then
-        tell_unfit(id, ask)
-        if back > 0 then
-          local can = claimable(publisher)
-          for i, s in ipairs(publisher.slots) do
-            if not can[i] and fits(ask, P.holder, publisher, s) and not enough(ask, publisher, s) then
-              closed[P.holder], back = true, 0
+  -- Whether somebody was served who passes on what it gets, which may be for those who came before.
+  local function serve_queue()
+    local best, wanted, closed, passed = top(), {}, {}, false
+    local least = redis.call('ZRANGE', part('wanted'), 0, 0, 'WITHSCORES')
+    if #least == 0 or best <= tonumber(least[2]) then return false end
+    local flat = redis.call('ZRANGE', part('wanted'), 0, -1, 'WITHSCORES')
+    for i = 1, #flat, 2 do wanted[flat[i]] = tonumber(flat[i + 1]) end
+    -- What the publisher keeps back because its other slots are read. Whoever waits for that comes before those who would
+    -- go on reading the others.
+    local publisher = (P.holder or '') ~= '' and holder(P.holder)
+    local function kept_back()
+      if not publisher or closed[P.holder] then return 0 end
+      local _, back = claimable(publisher)
+      return back
+    end
+    local back = kept_back()
+    for _, id in ipairs(redis.call('ZRANGE', part('queue'), 0, -1)) do
+      local low = wanted[id] or 0
+      if low < best or low < back then
+        local text = redis.call('HGET', part('asks'), id)
+        local ask = text and object(text)
+        if not ask then error("Redis key '" .. part('asks') .. "': field '" .. id .. "' is not a question") end
+        local source, slot = choose(id, ask, closed)
+        local own = holder(id)
+        if not source then
+          tell_unfit(id, ask)
+          if back > 0 then
+            local can = claimable(publisher)
+            for i, s in ipairs(publisher.slots) do
+              if not can[i] and fits(ask, P.holder, publisher, s) and not enough(ask, publisher, s) then
+                closed[P.holder], back = true, 0
+              end
             end
           end
+        elseif own and own.used > 0 then
+          -- Its turn has come, but others read the buffer that its hop would overwrite. It is given no more readers, and
+          -- keeps its turn.
+          if not own.draining then
+            own.draining, draining[#draining + 1] = true, id
+            index(id)
+          end
+        else
+          grant(id, ask, source, slot)
+          passed = passed or (own and own.passes)
         end
-      elseif own and own.used > 0 then
-        -- Its turn has come, but others read the buffer that its hop would overwrite. It is given no more readers, and
-        -- keeps its turn.
-        if not own.draining then
-          own.draining, draining[#draining + 1] = true, id
-          index(id)
-        end
-      else
-        grant(id, ask, source, slot)
+        best, back = top(), kept_back()
+        if best == 0 then return false end
       end
-      best, back = top(), kept_back()
-      if best == 0 then return end
     end
+    return passed
   end
+  while serve_queue() do end
 end
 
 -- ---- sides ------------------------------------------------------------------------------------------------
@@ -594,7 +651,7 @@ local function add_holder(side, S, ranks)
     for i = 1, number(S.slots) do slots[i] = {seq = 0, version = '', description = '', used = 0, children = {}} end
     h = {side = side, serial = number(S.serial), launch = S.launch, world = number(S.world), digest = S.digest,
       zone = S.zone, hosts = hosts, agents = agents, publisher = S.role == 'publisher', orphan = false,
-      places = number(S.places), used = 0, copies = number(S.copies), slots = slots}
+      places = number(S.places), passes = S.passes == '1', used = 0, copies = number(S.copies), slots = slots}
     holders[id] = h
     -- What its agents have put back while ranks were missing.
     for _, held in ipairs(object(S.pending) or {}) do

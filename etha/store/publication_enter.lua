@@ -116,7 +116,7 @@ if opens then
   serial = math.max(serial, own)
   S = {role = req.role, launch = req.launch or 'auto-' .. int(own), serial = int(own), world = int(req.world),
     digest = req.digest, zone = req.zone, slots = int(req.slots), places = int(req.places),
-    copies = int(req.copies or 0), held = '0', version = '', call = '0', over = '0', asked = '', claim = '0',
+    passes = req.passes and '1' or '0', copies = int(req.copies or 0), held = '0', version = '', call = '0', over = '0', asked = '', claim = '0',
     protect = '0', refused = '0', source = '', seconds = '0', error = '', puts = '0', announced = '0', put = '', pending = '',
     silent = '0', unfit = ''}
   local fields = {}

@@ -117,8 +117,9 @@ class PublicationRank:
     """One rank of a side that enters a publication. All ranks of a launch give the same values, but for ``rank``.
 
     ``places``: how many subscribers it serves at once (the publisher's ``fan_out``; 0: it does not serve). ``slots``:
-    versions that it keeps at once. ``copies``: of the publisher, how many copies of one version it gives while another
-    holder has that version; None for no limit. ``serial`` is 0, or what an agent puts back after Redis has lost it.
+    versions that it keeps at once. ``passes``: whether a subscriber's agents pass on what it is still receiving.
+    ``copies``: of the publisher, how many copies of one version it gives while another holder has that version; None
+    for no limit. ``serial`` is 0, or what an agent puts back after Redis has lost it.
     """
 
     publication: str
@@ -131,6 +132,7 @@ class PublicationRank:
     zone: str = ""
     slots: int = 1
     places: int = 1
+    passes: bool = False
     copies: int | None = None
     serial: int = 0
 
@@ -272,7 +274,8 @@ class SourceClaim:
 
     The hop reads slot ``slot`` of launch ``source_serial`` of side ``source``, which has ``source_world`` ranks, and
     brings version ``seq``. ``protected``: a put waits for it as long as it takes. ``description``: digest of the table
-    of the publisher that made the version.
+    of the publisher that made the version. ``upstream``: the source is still receiving it, by the claim of this number;
+    0: it had the version whole.
     """
 
     publication: str
@@ -289,6 +292,7 @@ class SourceClaim:
     version: int | str | None
     description: str
     protected: bool = False
+    upstream: int = 0
 
     @property
     def holder(self) -> str:
@@ -319,6 +323,7 @@ class SourceClaim:
             version=label(read, "version"),
             description=read.text("description", most=100),
             protected=values.get("protected") is True,
+            upstream=whole(read, "upstream") if "upstream" in values else 0,
         )
 
 

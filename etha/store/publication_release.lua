@@ -40,7 +40,8 @@ if S and number(S.call) <= req.call then
     if own then
       local s = own.slots[1]
       if s.seq > 0 then clear(id, s) end
-      s.seq, s.version, s.description, s.children, s.from = held.seq, held.version, held.description, {}, from
+      local passed = s.arrival and s.arrival.seq == held.seq and s.children or {}
+      s.seq, s.version, s.description, s.children, s.from, s.arrival = held.seq, held.version, held.description, passed, from, nil
       -- Whoever gave it counts this copy, also if the claim had lapsed.
       local source = from and holder(from)
       for _, given in ipairs(source and source.slots or {}) do

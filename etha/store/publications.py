@@ -58,7 +58,7 @@ PARTS = (
     "sets",
 )
 #: What a rank that enters always says.
-_ENTRANCE = ("publication", "side", "role", "rank", "world", "zone", "slots", "places", "serial")
+_ENTRANCE = ("publication", "side", "role", "rank", "world", "zone", "slots", "places", "passes", "serial")
 #: Most characters of an error that is kept.
 MAX_ERROR = 500
 

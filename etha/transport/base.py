@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from etha.errors import PeerLostError
 from etha.memory.revocation import Guard
+from etha.transport.arrival import ArrivingVersion
 from etha.transport.copy.program import Member
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
@@ -59,7 +60,8 @@ class WireRun:
     failed transfer, 0 if none failed. ``bases``: versions that the sources here still have, by the agent whose targets
     hold them. ``held``: the number of the version that the targets here hold whole, 0 for none. After the run,
     ``touched`` says whether targets may have been written, and ``wired`` how many bytes have come over the wire.
-    ``limit``: how fast this agent may send, None for no limit.
+    ``limit``: how fast this agent may send, None for no limit. ``arriving``: what is told of all that comes.
+    ``passed``: what is sent is itself still arriving here.
     """
 
     program: WireProgram
@@ -71,6 +73,8 @@ class WireRun:
     bases: Mapping[str, BaseVersion] = field(default_factory=dict)
     held: int = 0
     limit: RateLimit | None = None
+    arriving: ArrivingVersion | None = None
+    passed: ArrivingVersion | None = None
     touched: bool = False
     wired: int = 0
 

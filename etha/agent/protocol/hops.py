@@ -29,19 +29,29 @@ def hop_batch(pair: str, slot: int) -> str:
 
 @dataclass(slots=True)
 class HopBuffer:
-    """``seq``: the version that the buffer holds whole, 0 for none. ``readers``: numbers of the claims that read it."""
+    """``seq``: the version that the buffer holds whole, 0 for none. ``readers``: numbers of the claims that read it.
+
+    ``coming``: the version that is being written to it while it is passed on; all its readers want that one.
+    """
 
     seq: int = 0
+    coming: int = 0
     readers: set[int] = field(default_factory=set)
 
     def clear(self) -> None:
         """It will be written: nobody may begin to read it."""
-        self.seq = 0
+        self.seq = self.coming = 0
+
+    def pass_on(self, seq: int) -> None:
+        """Version ``seq`` is read while it is written. AssertionError while another is read, which is a bug of Etha."""
+        assert not self.readers or self.coming == seq, f"a buffer that claims {sorted(self.readers)} read is written"
+        self.coming = seq
 
     def fill(self, seq: int) -> None:
         """It holds version ``seq`` whole. AssertionError while somebody reads it, which is a bug of Etha."""
-        assert not self.readers or self.seq == seq, f"a buffer that claims {sorted(self.readers)} read was written"
-        self.seq = seq
+        read = self.readers and seq not in (self.seq, self.coming)
+        assert not read, f"a buffer that claims {sorted(self.readers)} read was written"
+        self.seq, self.coming = seq, 0
 
     def renumber(self, seq: int) -> None:
         """The version that it holds whole has another number than the one that was meant."""

@@ -20,6 +20,10 @@ against each other. It is written down here so that every order of events can be
    asks again. The last version of a publisher that has died is kept until another holder has all of it.
 8. A put takes the version out of its slot at once, so that nobody new reads it. If no rank has written there when the
    put is given up, or its publisher ends, the slot holds that version again.
+9. A subscriber that *passes on* may be claimed by other hosts for the version that it is receiving. A holder that has
+   it whole comes first. At most MOST_DEEP subscribers pass on one from the other. If the claim that brings a version
+   ends without it, the claims for what was passed on end with it. Such a hop commits only after the one that brings
+   the version.
 """
 
 from __future__ import annotations
@@ -27,12 +31,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+#: Most subscribers in a row each of which is still receiving what it passes on.
+MOST_DEEP = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A version that a subscriber is receiving by ``claim`` and passes on. ``depth``: it is the so manieth in a row."""
+
+    seq: int
+    label: str
+    claim: int
+    depth: int
+
 
 @dataclass(slots=True, kw_only=True)
 class HolderSlot:
     """One buffer of a holder: ``seq`` of the version that it holds whole, 0 for none, and how many claims read it.
 
     ``children``: subscribers that serve and have got the version here. ``origin``: the holder that gave it.
+    ``arrival``: what it passes on while it has no version whole.
     """
 
     seq: int = 0
@@ -40,6 +58,19 @@ class HolderSlot:
     used: int = 0
     children: list[str] = field(default_factory=list)
     origin: str = ""
+    arrival: Arrival | None = None
+
+    @property
+    def arriving(self) -> int:
+        """``seq`` of its arrival, 0 for none."""
+        return 0 if self.arrival is None else self.arrival.seq
+
+    @property
+    def given(self) -> tuple[int, str]:
+        """(seq, label) of the version that can be had from it, whole or not."""
+        if self.arrival is not None and self.arrival.depth < MOST_DEEP:
+            return self.arrival.seq, self.arrival.label
+        return self.seq, self.label
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,20 +101,25 @@ class Holder:
 
     @property
     def newest(self) -> int:
-        """The newest version that it holds."""
+        """The newest version that it holds whole."""
         return max(slot.seq for slot in self.slots)
+
+    @property
+    def promised(self) -> int:
+        """The newest version that it holds or passes on."""
+        return max(slot.given[0] for slot in self.slots)
 
     def claimable(self) -> list[bool]:
         """For each slot whether a new claim may read it, but for the number of places."""
         reading = sum(slot.used > 0 for slot in self.slots)
         full = not self.orphan and reading >= max(1, len(self.slots) - 1)
-        return [slot.seq > 0 and not (full and not slot.used) for slot in self.slots]
+        return [slot.given[0] > 0 and not (full and not slot.used) for slot in self.slots]
 
     def offer(self) -> int:
         """The newest version that can be had here now, 0 for none."""
         if self.used >= self.places or self.draining:
             return 0
-        return max((s.seq for s, can in zip(self.slots, self.claimable(), strict=True) if can), default=0)
+        return max((s.given[0] for s, can in zip(self.slots, self.claimable(), strict=True) if can), default=0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +145,7 @@ class VersionRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Hop:
-    """A granted claim."""
+    """A granted claim. ``upstream``: the claim that brings the version to its holder, 0 if that had it whole."""
 
     number: int
     call: int
@@ -122,6 +158,7 @@ class Hop:
     protected: bool = False
     newer_than: int = 0
     pinned: bool = False
+    upstream: int = 0
 
     @property
     def target(self) -> str:
@@ -135,6 +172,7 @@ class Subscriber:
 
     serial: int
     places: int = 1
+    passes: bool = False
     kind: str = "a"
     host: str = ""
     zone: str = ""
@@ -211,12 +249,16 @@ class Sources:
         self._match()
         return one.name
 
-    def subscribe(self, name: str, *, places: int = 1, kind: str = "a", host: str = "", zone: str = "") -> int:
+    def subscribe(
+        self, name: str, *, places: int = 1, passes: bool = False, kind: str = "a", host: str = "", zone: str = ""
+    ) -> int:
         """A subscriber is launched, its launch before is over. Returns its serial."""
         if name in self.subscribers:
             self.leave(name, _last=False)
         self.serial += 1
-        self.subscribers[name] = Subscriber(serial=self.serial, places=places, kind=kind, host=host, zone=zone)
+        self.subscribers[name] = Subscriber(
+            serial=self.serial, places=places, passes=passes, kind=kind, host=host, zone=zone
+        )
         if places:
             one = Holder(
                 side=name, serial=self.serial, slots=[HolderSlot()], places=places, kind=kind, host=host, zone=zone
@@ -392,8 +434,11 @@ class Sources:
 
     def fits(self, ask: VersionRequest, one: Holder, slot: HolderSlot) -> bool:
         """Whether the version in a slot is what a subscriber wants, in a form that it can take."""
-        wanted = slot.label == ask.label if ask.label else slot.seq > ask.newer_than
-        return slot.seq > 0 and wanted and one.name not in ask.avoid and self.feeds(one.kind, ask.kind)
+        if slot.arrival is not None and one.host and one.host == ask.host:  # nothing is passed on inside a host
+            return False
+        seq, label = slot.given
+        wanted = label == ask.label if ask.label else seq > ask.newer_than
+        return seq > 0 and wanted and one.name not in ask.avoid and self.feeds(one.kind, ask.kind)
 
     def enough(self, ask: VersionRequest, one: Holder, slot: HolderSlot) -> bool:
         """Whether the publisher has given enough copies of a version, and those who have them may feed this one.
@@ -430,7 +475,8 @@ class Sources:
                 -one.serial,
             )
             for number, (slot, can) in enumerate(zip(one.slots, one.claimable(), strict=True)):
-                rank = (slot.seq, *map(int, preference))
+                depth = 0 if slot.arrival is None else slot.arrival.depth
+                rank = (slot.given[0], int(not depth), *map(int, preference), -depth)
                 if can and self.fits(ask, one, slot) and not self.enough(ask, one, slot):
                     best = (rank, name, number) if best is None or rank > best[0] else best
         if dropped and best is None:
@@ -450,7 +496,7 @@ class Sources:
         for name in reversed(self.draining[:]):
             asks = [ask for ask in self.queue if ask.name == name]
             low = 0 if not asks or asks[0].label else asks[0].newer_than
-            if not asks or not any(one.newest > low for one in self.holders.values()):
+            if not asks or not any(one.promised > low for one in self.holders.values()):
                 self._serve_on(name)
         if self._vanished:
             for ask in [one for one in self.queue if one.label]:
@@ -459,10 +505,16 @@ class Sources:
                     mine = self.subscribers[ask.subscriber]
                     mine.refused = mine.over = ask.call
         self._vanished = False
+        while self._serve_queue():  # what is passed on now may be for those who came before
+            pass
+
+    def _serve_queue(self) -> bool:
+        """Give free places to those who wait. Returns whether one of them passes on what it gets."""
         closed: frozenset[str] = frozenset()
+        passed = False
         for ask in self.queue[:]:
             if not any(one.offer() for one in self.holders.values()):
-                return
+                return False
             found = self.choose(ask, closed)
             own = self.holders.get(ask.name)
             if found is None:
@@ -474,10 +526,13 @@ class Sources:
                     self.draining.append(ask.name)
             else:
                 self._grant(ask, *found)
+                passed = passed or self.subscribers[ask.subscriber].passes
+        return passed
 
     def _grant(self, ask: VersionRequest, name: str, number: int) -> None:
         one = self.holders[name]
         slot = one.slots[number]
+        seq, label = slot.given
         self.serial += 1
         hop = Hop(
             number=self.serial,
@@ -486,11 +541,12 @@ class Sources:
             serial=ask.serial,
             holder=name,
             slot=number,
-            seq=slot.seq,
-            label=slot.label,
+            seq=seq,
+            label=label,
             protected=ask.protected,
             newer_than=ask.newer_than,
             pinned=bool(ask.label),
+            upstream=0 if slot.arrival is None else slot.arrival.claim,
         )
         slot.used += 1
         self.hops[hop.number] = hop
@@ -502,6 +558,10 @@ class Sources:
                 if one_slot.seq:
                     self._clear(ask.name, one_slot)
             slot.children.append(ask.name)
+            if self.subscribers[ask.subscriber].passes:
+                depth = 1 if slot.arrival is None else slot.arrival.depth + 1
+                own.slots[0].arrival = Arrival(seq=seq, label=label, claim=hop.number, depth=depth)
+                own.slots[0].children = []
 
     def _end(self, number: int, *, committed: bool) -> bool:
         hop = self.hops.pop(number, None)
@@ -512,12 +572,27 @@ class Sources:
         if one is not None and one.slots[hop.slot].used:
             slot = one.slots[hop.slot]
             slot.used -= 1
-            if not committed and slot.seq == hop.seq:
+            if not committed and hop.seq in (slot.seq, slot.arriving):
                 slot.children = [name for name in slot.children if name != hop.target]
         mine = self.subscribers.get(hop.subscriber)
         if mine is not None and mine.claim == number:
             mine.claim = 0
+        if not committed:
+            self._end_passed(hop)
         return True
+
+    def _end_passed(self, hop: Hop) -> None:
+        """A version does not come: nobody is passed it on."""
+        own = self.holders.get(hop.target)
+        if own is not None and own.slots[0].arrival is not None and own.slots[0].arrival.claim == hop.number:
+            own.slots[0].arrival = None
+            own.slots[0].children = []
+        for number in sorted(number for number, one in self.hops.items() if one.upstream == hop.number):
+            ended = self.hops[number]
+            self._end(number, committed=False)
+            mine = self.subscribers.get(ended.subscriber)
+            if mine is not None and mine.serial == ended.serial:
+                mine.over = ended.call
 
     def _hold(self, mine: Subscriber, hop: Hop, seq: int, label: str, origin: str) -> None:
         mine.held = seq
@@ -527,7 +602,8 @@ class Sources:
         slot = own.slots[0]
         if slot.seq:
             self._clear(own.name, slot)
-        slot.seq, slot.label, slot.children, slot.origin = seq, label, [], origin
+        passed = slot.children if slot.arriving == seq else []
+        slot.seq, slot.label, slot.children, slot.origin, slot.arrival = seq, label, passed, origin, None
         source = self.holders.get(origin)
         for given in source.slots if source is not None else ():
             if given.seq == seq and own.name not in given.children:
@@ -535,7 +611,9 @@ class Sources:
 
     def _lapse(self) -> None:
         for number in sorted(self.expired):
-            hop = self.hops[number]
+            hop = self.hops.get(number)
+            if hop is None:  # it has ended with the claim that brings its version
+                continue
             self._end(number, committed=False)
             mine = self.subscribers.get(hop.subscriber)
             if mine is not None and mine.serial == hop.serial:
@@ -610,6 +688,10 @@ class Sources:
                     yield f"slot {number} of {name} counts {slot.used} readers and has {len(hops)}"
                 if any(slot.seq not in (0, hop.seq) for hop in hops):
                     yield f"slot {number} of {name} was overwritten under a reader"
+                if slot.arrival is not None and slot.arrival.claim not in self.hops:
+                    yield f"slot {number} of {name} passes on what does not come"
+                if slot.seq and slot.arrival is not None:
+                    yield f"slot {number} of {name} is whole and passes on"
             reading = sum(slot.used > 0 and slot.seq > 0 for slot in one.slots)
             if one.publisher and not one.orphan and reading > max(1, len(one.slots) - 1):
                 yield f"all {reading} slots of {name} are read"
@@ -618,6 +700,13 @@ class Sources:
         if len(set(waiting + receiving)) != len(waiting + receiving):
             yield f"somebody waits or receives twice: {waiting}, {receiving}"
         for hop in self.hops.values():
+            row, seen = hop, {hop.number}
+            while row.upstream in self.hops:
+                row = self.hops[row.upstream]
+                if row.number in seen or len(seen) > MOST_DEEP:
+                    yield f"claim {hop.number} is passed on in a circle, or by too many"
+                    break
+                seen.add(row.number)
             if not hop.pinned and hop.seq <= hop.newer_than:
                 yield f"{hop.target} asked for more than {hop.newer_than} and is given {hop.seq}"
             mine = self.subscribers.get(hop.subscriber)

@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from etha.agent.runtime.in_process_worker import Dispatcher, InProcessWorker
-from etha.agent.runtime.sessions import HopClaim
+from etha.agent.runtime.sessions import HopClaim, WorkerSession
 from etha.bus.messages import BatchLost, Entry, InitPair, PairFormed, PairLost, Register, Registered, Transfer
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import StandingSegment
@@ -83,6 +83,11 @@ class HopWorker:
             self._hops -= 1
             if self._epoch is None and not self._hops:
                 self._left()
+
+    @property
+    def session(self) -> WorkerSession:
+        """As what the agent knows it."""
+        return self._worker.session
 
     def views_between(self, slot: int, other: int) -> Mapping[ViewKey, View]:
         """For each tensor of ``slot``, the one of ``other``."""

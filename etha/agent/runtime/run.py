@@ -25,12 +25,14 @@ from etha.memory.reach import AccessError, ReachError, RevokedError
 from etha.memory.revocation import Guard
 from etha.observe import trace
 from etha.observe.records import NO_PAYLOAD, Payload
+from etha.transport.arrival import ArrivingVersion, may_arrive
 from etha.transport.base import WireRun
 from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.copy.pulling import PullPlan
 from etha.transport.copy.staging import Peak
 from etha.transport.rate_limit import RateLimit
 from etha.transport.tcp.data_plane import DataPlane
+from etha.transport.tcp.run import NOT_COME
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
 
@@ -88,11 +90,17 @@ class TransferRun:
         pulls: WorkerPulls | None = None,
         about: Mapping[str, Any] = NOTHING,
         limit: RateLimit | None = None,
+        arriving: ArrivingVersion | None = None,
+        passed: ArrivingVersion | None = None,
     ) -> None:
         """``bases`` and ``held``: see ``WireRun``. ``pulls``: the copies that workers do themselves.
 
-        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others.
+        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``
+        and ``passed``: see ``WireRun``; a run that passes a version on ends well only once that has come whole.
         """
+        self.arriving, self._passed = arriving, passed
+        #: Set when what is passed on may be whole, or when this run fails.
+        self._come = asyncio.Event()
         self._limit = limit
         self._pulls = pulls
         self._about = about
@@ -179,7 +187,12 @@ class TransferRun:
                 bases=self._bases,
                 held=self._held,
                 limit=self._limit,
+                passed=self._passed,
             )
+            arriving = self.arriving
+            if arriving is not None and not job.pieces and pulls is None and may_arrive(program.wire):
+                run.arriving = arriving
+                arriving.begin(program.wire)
             self._run = run
             self._peak = self._plane.budget.watch()
             if program.wire.aliased:  # what lies under targets is read before anything is written
@@ -215,6 +228,7 @@ class TransferRun:
         if self._error is not None:
             return
         self._error = error
+        self._come.set()
         for running in self._running:
             running.abort(error)
         if self._wire is not None:
@@ -246,9 +260,28 @@ class TransferRun:
             # A stop before this task began did not reach the transport, which did not know the run yet.
             if self._error is None:
                 await wire.run(run, self._carried)
+                if self._passed is not None:
+                    await self._await_whole(self._passed)
         except Exception as raised:
             error = raised
         self._half(error)
+
+    async def _await_whole(self, passed: ArrivingVersion) -> None:
+        """All has been sent on. It counts once the hop that has brought it is committed."""
+        loop = asyncio.get_running_loop()
+
+        def heard() -> None:
+            loop.call_soon_threadsafe(self._come.set)
+
+        passed.listen(heard)
+        try:
+            while not passed.over and self._error is None:
+                await self._come.wait()
+                self._come.clear()
+        finally:
+            passed.ignore(heard)
+        if self._error is None and not passed.whole:
+            raise TransferError(NOT_COME)
 
     async def _in_turn(self, run: WireRun, job: Execution, wire: BatchTransport) -> None:
         try:

@@ -21,6 +21,7 @@ from etha.memory.mapping import StandingSegment, WorkerMemory
 from etha.memory.reach import ReachError
 from etha.memory.revocation import LentPage
 from etha.store.records import RankHolder as Holder
+from etha.transport.arrival import ArrivingVersion
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 
@@ -48,12 +49,15 @@ class HopClaim:
     """What a rank brings to hop number ``claim``, of which others may send it the difference to what it has.
 
     A receiving rank ``held`` this version whole when the hop began, 0: none. A sending rank's ``find(seq)`` gives that
-    version as it still has it, None if it does not.
+    version as it still has it, None if it does not. ``arriving``: at a receiving rank, what others may be sent on.
+    ``passed``: what a sending rank has is itself still arriving.
     """
 
     claim: int
     held: int = 0
     find: Callable[[int], BaseVersion | None] | None = None
+    arriving: ArrivingVersion | None = None
+    passed: ArrivingVersion | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -81,6 +81,7 @@ from etha.store.publication_records import (
 )
 from etha.store.records import RankHolder
 from etha.store.registry import Store
+from etha.transport.arrival import ArrivingVersion
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 
@@ -140,10 +141,17 @@ class LocalRank:
     waits: str = ""
     #: The put that it has set aside, until all ranks have.
     announced: _SetAside | None = None
+    #: The last claim of which it has heard.
+    last_claim: int = 0
 
-    def may_hold(self, slot: int, seq: int) -> bool:
-        """Whether a buffer holds version ``seq``, or may, once its worker has said how its hop or its put has ended."""
+    def may_hold(self, slot: int, seq: int, upstream: int) -> bool:
+        """Whether a buffer holds version ``seq``, or may, once its worker has said how its hop or its put has ended.
+
+        ``upstream``: the claim that brings the version, of which this agent may have yet to hear.
+        """
         if self.buffers[slot].holds(seq) or self.claim is not None or self.announced is not None:
+            return True
+        if upstream > self.last_claim and self.session is not None:
             return True
         publishes, newest = self.entrance.role == "publisher", max(buffer.seq for buffer in self.buffers)
         return publishes and self.session is not None and seq > newest
@@ -179,6 +187,8 @@ class LocalSide:
     #: Held while Redis is told how a hop has ended, so that the next claim comes after that.
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
     seq: int = 0
+    #: What its last claim brings, and may be passed on.
+    arriving: ArrivingVersion | None = None
     #: How fast its hops may send from here, all together.
     limit: RateLimit = field(default_factory=RateLimit)
 
@@ -219,8 +229,9 @@ class PublicationService:
         dispatcher: Dispatcher,
         spawn: Spawn,
         zone: str,
+        pass_on: bool,
     ) -> None:
-        self._zone = zone
+        self._zone, self._pass_on = zone, pass_on
         self._store, self._calls, self._registrations = store, calls, registrations
         self._dispatcher, self._spawn = dispatcher, spawn
         #: (publication, SIDE/SERIAL) -> it.
@@ -402,6 +413,7 @@ class PublicationService:
                 zone=self._zone,
                 slots=max(1, len(handles)),
                 places=_places(message, bool(handles)),
+                passes=self._pass_on and role == "subscriber" and bool(handles),
             )
             async with store.changes(store.keys.publication_side(publication, side)) as changed:
                 # The same process may come again before Redis has heard that it has left.
@@ -505,6 +517,8 @@ class PublicationService:
         rank.session = None
         self._store.publications.held.pop((publication, side.name, rank.number), None)
         rank.claim = rank.asked = None
+        if side.arriving is not None:
+            side.arriving.end(whole=False)
         side.notify()
         while rank.pairs:
             pair, batches = rank.pairs.popitem()
@@ -804,7 +818,7 @@ class PublicationService:
                         async with asyncio.timeout(min(waits, default=None)):
                             await changed()
             claim = answer.claim
-            rank.asked, rank.claim = asking.request, claim
+            rank.asked, rank.claim, rank.last_claim = asking.request, claim, claim.number
             rank.sources = {**rank.sources, claim.number: claim.holder}
             while len(rank.sources) > MAX_SOURCES:
                 del rank.sources[next(iter(rank.sources))]
@@ -814,7 +828,9 @@ class PublicationService:
             if rank.number == 0:
                 self._spawn(self._renew(side, rank, claim))
             if rank.session is not None and rank.buffers:
-                rank.session.hops[batch] = HopClaim(claim=claim.number, held=rank.buffers[0].seq)
+                rank.session.hops[batch] = HopClaim(
+                    claim=claim.number, held=rank.buffers[0].seq, arriving=self._arriving(side, claim)
+                )
             for slot, buffer in enumerate(rank.buffers):
                 buffer.clear()
                 self._remember(side, rank, slot, 0, None)
@@ -840,6 +856,16 @@ class PublicationService:
         except RegistrationError:
             await self._check_fits(side.publication, side.name, rank.entrance.tensors)  # says all that is wrong
             raise
+
+    def _arriving(self, side: LocalSide, claim: SourceClaim) -> ArrivingVersion | None:
+        """What a claim brings to all ranks here, for those to whom it is passed on."""
+        if not self._pass_on:
+            return None
+        if side.arriving is None or side.arriving.claim != claim.number:
+            if side.arriving is not None:
+                side.arriving.end(whole=False)
+            side.arriving = ArrivingVersion(claim.number, claim.seq, side.notify)
+        return side.arriving
 
     def _note_pair(self, rank: LocalRank, pair: str, batch: str) -> None:
         """A worker that enters one more pair leaves that of the longest ago (``client.subscription.MAX_PAIRS``)."""
@@ -881,6 +907,8 @@ class PublicationService:
         if claim is None or claim.number != message.claim:
             return
         rank.claim = rank.asked = None
+        if message.error and side.arriving is not None and side.arriving.claim == claim.number:
+            side.arriving.end(whole=False)
         if rank.session is not None:
             rank.session.hops.pop(hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot), None)
         side.notify()
@@ -985,7 +1013,9 @@ class PublicationService:
         log.info("publication %s: the hop to %s has failed: %s", claim.publication, claim.subscriber, text)
         if not isinstance(error, EthaError | _NotHeldError):
             log.error("publication %s: a hop has failed, a bug of Etha", claim.publication, exc_info=error)
-        self._spawn(self._give_up(side, claim, text, correct=isinstance(error, _NotHeldError)))
+        # What was to be passed on and has not come is out of Redis already.
+        correct = isinstance(error, _NotHeldError) and not claim.upstream
+        self._spawn(self._give_up(side, claim, text, correct=correct))
 
     async def _give_up(self, side: LocalSide, claim: SourceClaim, text: str, *, correct: bool) -> None:
         """``correct``: first say in Redis what the buffers hold, or the next claim would be the same."""
@@ -1007,19 +1037,35 @@ class PublicationService:
     async def _send(self, side: LocalSide, rank: LocalRank, claim: SourceClaim) -> None:
         buffer = rank.buffers[claim.slot]
         pair = hop_pair(side.publication, claim.holder, claim.reader)
-        worker = self._worker(side, rank, claim, pair)
+        worker, batch = self._worker(side, rank, claim, pair), hop_batch(pair, claim.slot)
+
+        def passed() -> ArrivingVersion | None:
+            """What this hop can pass on: its own bytes and those that come here go over streams."""
+            found = side.arriving if claim.upstream else None
+            if found is None or found.claim != claim.upstream or not found.begun or found.lost:
+                return None
+            return found if self._registrations.over_streams(worker.session, batch) else None
 
         async def ready() -> None:
             # The worker of a subscriber may not have said yet that it holds what the others of its side hold.
-            await side.until(lambda: buffer.holds(claim.seq) or not rank.may_hold(claim.slot, claim.seq))
+            await side.until(
+                lambda: (
+                    buffer.holds(claim.seq)
+                    or passed() is not None
+                    or not rank.may_hold(claim.slot, claim.seq, claim.upstream)
+                )
+            )
             if not buffer.holds(claim.seq):
-                raise _NotHeldError(f"rank {rank.number} does not hold version {claim.seq} whole any more")
+                if (arriving := passed()) is None:
+                    raise _NotHeldError(f"rank {rank.number} does not hold version {claim.seq} whole any more")
+                buffer.pass_on(claim.seq)
+                worker.session.hops[batch] = replace(worker.session.hops[batch], passed=arriving)
             buffer.readers.add(claim.number)
 
         try:
             version = claim.seq if claim.version is None else claim.version
             await worker.send(
-                hop_batch(pair, claim.slot),
+                batch,
                 claim.slot,
                 version,
                 ready,

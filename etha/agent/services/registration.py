@@ -166,6 +166,12 @@ class RegistrationService:
         registration = self._open(session, batch)
         return registration is not None and registration.moving
 
+    def over_streams(self, session: WorkerSession, batch: str) -> bool:
+        """Whether all of a worker's registered batch goes over streams, in either direction."""
+        registration = self._open(session, batch)
+        registered = None if registration is None else registration.registered
+        return registered is not None and registered.transports == "tcp"
+
     def registered_batches(self) -> list[RegisteredBatch]:
         """The batches of the known registrations on which all agents agree."""
         return [one.registered for one in self.known.values() if one.registered is not None]

@@ -53,6 +53,7 @@ from etha.peer.introductions import Copied, HeldBase, Sums, UniqueId
 from etha.peer.messages import Message
 from etha.phases import NO_PHASES, Phases
 from etha.store.registry import Store
+from etha.transport.arrival import ArrivingVersion
 from etha.transport.base import StreamLost
 from etha.transport.rate_limit import RateLimit
 
@@ -295,8 +296,15 @@ class TransferService:
         current.program = program
         guards: dict[Member, Guard] = {}
         limit: RateLimit | None = None
+        arriving: ArrivingVersion | None = None
+        passed: ArrivingVersion | None = None
         for member, key in current.calls.items():
             ask = batch.asks[key]
+            hop = ask.session.hops.get(batch.name)
+            if hop is not None and member[0] == current.source:
+                passed = hop.passed or passed
+            elif hop is not None:
+                arriving = hop.arriving or arriving
             if member[0] == current.source and ask.session.rate_limit is not None:
                 limit = ask.session.rate_limit if ask.session.rate_limit.rate < math.inf else None
             if ask.session.revocation is not None:
@@ -324,6 +332,8 @@ class TransferService:
             pulls=self._pulls(batch, current, program, guards),
             about=NOTHING if trace.active is None else about_run(batch, current),
             limit=limit,
+            arriving=arriving,
+            passed=passed,
         )
         current.submitted = current.started if known else time.monotonic()
         current.run.start()
@@ -387,6 +397,8 @@ class TransferService:
         assert current is not None
         if effect.error is not None:
             batch.fail(effect.seq, effect.error)
+        if current.run is not None and current.run.arriving is not None:
+            current.run.arriving.end(whole=effect.error is None)
         now = time.monotonic()
         seconds = now - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}

@@ -261,6 +261,7 @@ class DataPlane:
                     program, wire_run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
                     bases=self._chosen(wire_run), held=wire_run.held if program.differs else 0,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()), limit=wire_run.limit,
+                    arriving=wire_run.arriving, passed=wire_run.passed,
                 )  # fmt: skip
                 self._changed.notify_all()
         except BaseException:
@@ -278,6 +279,7 @@ class DataPlane:
 
     def finish(self, run: TcpRun) -> None:
         """The run is over. Headers that come late do not find it any more."""
+        run.leave()
         with self._changed:
             self._running.pop(run.label, None)
             for peer in run.program.receives:

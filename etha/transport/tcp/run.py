@@ -19,8 +19,11 @@ from typing import Protocol
 
 import torch
 
+from etha.errors import TransferError
 from etha.memory.revocation import Guard
+from etha.memory.views import View
 from etha.plan.proof.simulate import combine, finish
+from etha.transport.arrival import ArrivingVersion
 from etha.transport.base import Progress
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChunk, dense_view
@@ -28,9 +31,11 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.differences import BaseVersion
-from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.flows import Span, WireProgram
 from etha.transport.wire.forwarding import ForwardingProgress
 
+#: Why a run fails that passes a version on.
+NOT_COME = "the version that was passed on has not come as a whole"
 #: Least seconds between two progress callbacks of one run.
 PROGRESS_EVERY = 0.1
 
@@ -74,10 +79,14 @@ class TcpRun:
         on_progress: Progress | None,
         on_fail: Callable[[], None],
         limit: RateLimit | None = None,
+        arriving: ArrivingVersion | None = None,
+        passed: ArrivingVersion | None = None,
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
         #: How fast this agent may send.
         self.limit = limit
+        #: What is told of all that comes, and what is sent while it is still arriving here.
+        self.arriving, self.passed = arriving, passed
         self.error: BaseException | None = None
         #: Versions with which what is sent is compared, by the agent that holds them; and the one that is held here.
         self.bases, self.held = bases, held
@@ -103,6 +112,8 @@ class TcpRun:
             self._left[part.wave] += 0 if part in self._own else 1 + program.values[part.number].sends
         self._wave = 0
         self._pass_waves()
+        if passed is not None:
+            passed.listen(self._wake)
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -186,6 +197,41 @@ class TcpRun:
             while self.error is None and not self._ledger.ready(numbers):
                 self._changed.wait()
             self._check()
+
+    # ---- what is still arriving ------------------------------------------------------------------
+
+    def await_bytes(self, view: View, offset: int, least: int, most: int) -> int:
+        """How many of ``most`` bytes of a tensor may be sent now. Waits until ``least`` have come."""
+        if self.passed is None:
+            return most
+        with self._changed:
+            while (found := self.passed.ready(view, offset, most)) < least:
+                self._check_passed(self.passed)
+                self._changed.wait()
+        return found
+
+    def await_span(self, span: Span) -> None:
+        """Wait until all that a packed span reads has come."""
+        if self.passed is None:
+            return
+        with self._changed:
+            while not all(self.passed.has(end) for _, piece in span.pieces for end in piece.ends[:1]):
+                self._check_passed(self.passed)
+                self._changed.wait()
+
+    def _check_passed(self, passed: ArrivingVersion) -> None:
+        self._check()
+        if passed.lost:
+            raise TransferError(NOT_COME)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """It is over, and hears of nothing any more."""
+        if self.passed is not None:
+            self.passed.ignore(self._wake)
 
     # ---- the rate ------------------------------------------------------------------------------
 

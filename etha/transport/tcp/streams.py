@@ -249,6 +249,8 @@ log = logging.getLogger(__name__)
 
 #: Wake up only for this many bytes while at least as many are still to come.
 WORTH = 256 << 10
+#: The same where others are sent on what comes, and the least that is sent on at once.
+PASSED = 64 << 10
 
 
 class RunRegistry(StreamOwner, Protocol):
@@ -333,6 +335,8 @@ class ReceiveStream(Stream):
                 self._unpacked(run, span)
             if span.arrivals:
                 run.laid(span.arrivals)
+            if run.arriving is not None:
+                run.arriving.finish(span)
             run.moved(span.nbytes, wired)
             self.owner.count(self.peer, 0, span.nbytes)
 
@@ -346,8 +350,9 @@ class ReceiveStream(Stream):
 
     def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at, lowest = 0, 1
+        arriving = run.arriving
         while at < len(memory):
-            worth = min(WORTH, len(memory) - at)
+            worth = min(WORTH if arriving is None or not arriving.followed else PASSED, len(memory) - at)
             if worth != lowest:
                 lowest = worth
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, worth)
@@ -360,6 +365,8 @@ class ReceiveStream(Stream):
                 run.touched = run.touched or n > 0
             if n == 0:
                 raise self.lost()
+            if arriving is not None:
+                arriving.come(span.cuts[0].view, span.cuts[0].offset + at, n)
             at += n
         if lowest != 1:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
@@ -488,6 +495,8 @@ class SendStream(Stream):
         span = flow.lanes[lane][0]
         if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or run.limit is not None:
             return False
+        if run.passed is not None:  # it may have to be waited for
+            return False
         if not self._writable():
             return False
         copy_slot = self.owner.copy_slots.free()
@@ -547,7 +556,7 @@ class SendStream(Stream):
         spans = flow.lanes[lane]
         base = run.bases.get(self.peer)
         # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
-        more = 0 if spans[0].parts or spans[0].after else socket.MSG_MORE
+        more = 0 if spans[0].parts or spans[0].after or run.passed is not None else socket.MSG_MORE
         self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq).pack(), more)
         for span in spans:
             if span.after:
@@ -570,6 +579,10 @@ class SendStream(Stream):
         at = 0
         while at < len(memory):
             n, most = 0, run.room_to_send(CALL)
+            if run.passed is not None:
+                view, offset, _, _ = span.cuts[0]
+                left = len(memory) - at
+                most = run.await_bytes(view, offset + at, min(PASSED, most, left), min(most, left))
             with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
                 with contextlib.suppress(BlockingIOError):
                     n = self.sock.send(memory[at : at + most], socket.MSG_DONTWAIT)
@@ -581,6 +594,7 @@ class SendStream(Stream):
             self.sock.sendall(bytes(span.wire - span.nbytes))
 
     def _packed(self, run: TcpRun, span: Span) -> None:
+        run.await_span(span)
         memory, ops = self._pack(run, span)
         with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
             copy_slot.run(ops)

@@ -10,8 +10,9 @@ choose on its own which pieces go straight to memory. The streams of ``tcp`` mov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -33,6 +34,10 @@ BUCKET = 4 << 20
 EARLY = "early"
 #: Flows are cut finer than BUCKET if that lets all streams take part, but not below this size.
 MIN_BUCKET = 256 << 10
+
+
+#: What names a tensor's memory in every mapping of it: space, place, bytes.
+Place = tuple[Hashable, int, int]
 
 
 class End(NamedTuple):
@@ -171,6 +176,17 @@ class WireProgram:
         """Payload sent and received, in bytes."""
         return sum(f.nbytes for flows in (self.sends, self.receives) for f in flows.values())
 
+    @cached_property
+    def landing(self) -> Mapping[Place, int]:
+        """How many bytes come over streams for each tensor."""
+        found: dict[Place, int] = {}
+        for flow in self.receives.values():
+            for lane in flow.lanes:
+                for span in lane:
+                    for place, nbytes in landed(span):
+                        found[place] = found.get(place, 0) + nbytes
+        return found
+
     @property
     def packed(self) -> int:
         """Number of stream lanes that pack or unpack, each through a chunk of ``chunk`` bytes."""
@@ -288,6 +304,21 @@ def _span(run: list[FlowPiece]) -> Span:
         nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()), arrivals=arrivals,
         after=after,
     )  # fmt: skip
+
+
+def place_of(view: View) -> Place:
+    """What names its memory."""
+    return view.space, view.place, view.nbytes
+
+
+def landed(span: Span) -> Iterator[tuple[Place, int]]:
+    """How many bytes of which tensors a span brings."""
+    for cut in span.cuts:
+        yield place_of(cut.view), cut.nbytes
+    for _, piece in span.pieces:
+        for end in piece.ends:
+            if end.view is not None:
+                yield place_of(end.view), sum(tile.numel for tile, _, _ in end.steps) * end.view.dtype.itemsize
 
 
 def join(run: list[FlowPiece]) -> Span:

@@ -757,12 +757,28 @@ def by_rule(rule: Sources) -> dict[str, Any]:
         "free": sorted(named(place, name) for name, one in rule.holders.items() if open_to_all(rule, one)),
         "holders": {
             named(place, name): [
-                (s.seq, s.used, [named(place, n) for n in s.children], named(place, s.origin)) for s in one.slots
+                (
+                    s.seq,
+                    s.used,
+                    [named(place, n) for n in s.children],
+                    named(place, s.origin),
+                    s.arrival and (s.arrival.seq, s.arrival.label, place[s.arrival.claim], s.arrival.depth),
+                )
+                for s in one.slots
             ]
             for name, one in rule.holders.items()
         },
         "hops": [
-            (place[n], hop.call, named(place, hop.target), named(place, hop.holder), hop.slot, hop.seq, hop.protected)
+            (
+                place[n],
+                hop.call,
+                named(place, hop.target),
+                named(place, hop.holder),
+                hop.slot,
+                hop.seq,
+                hop.protected,
+                place.get(hop.upstream, -1),
+            )
             for n, hop in sorted(rule.hops.items())
         ],
         "sides": {
@@ -805,6 +821,8 @@ async def in_redis(store: Store) -> dict[str, Any]:
                         slot["used"],
                         [named(place, child) for child in slot["children"] or []],
                         named(place, slot.get("from", "")),
+                        (arrival := slot.get("arrival"))
+                        and (arrival["seq"], arrival["version"], place[arrival["claim"]], arrival["depth"]),
                     )
                     for slot in one["slots"]
                 ]
@@ -819,6 +837,7 @@ async def in_redis(store: Store) -> dict[str, Any]:
                     one["slot"],
                     one["seq"],
                     one["protected"],
+                    place.get(one["upstream"], -1),
                 )
                 for number, one in sorted(claims.items())
             ],
@@ -867,6 +886,7 @@ class Duet:
         self.replicas = {
             name: {
                 "places": chance.choice([0, 1, 1, 2]),
+                "passes": chance.choice([False, True, True]),
                 "kind": chance.choice(["a", "a", "half", "part", "part", "rest"]),
                 "zone": chance.choice(["", "z"]),
                 "host": chance.choice(["far", "near"]),
@@ -889,7 +909,13 @@ class Duet:
         self.launches += 1
         number = int(name[1:]) + 1
         member = RankHolder(agent=self.agents[name], host=options["host"], pid=1000 + number, start=number)
-        more = {"places": options["places"], "zone": options["zone"], "launch": f"l{self.launches}", "member": member}
+        more = {
+            "places": options["places"],
+            "passes": options["passes"],
+            "zone": options["zone"],
+            "launch": f"l{self.launches}",
+            "member": member,
+        }
         tensors = TABLES[options["kind"]]
         await self.fleet.enter(name, number, tensors=tensors, **more)
         self.fleet.calls[name] = 0

@@ -37,21 +37,41 @@ def clone(rule: Sources) -> Sources:
 
 @dataclass(slots=True)
 class World:
-    """A publication, the budget, and hops whose lease has ended though they go on. ``asked``: what a call asked for."""
+    """A publication, the budget, and hops whose claim has ended though they go on.
+
+    ``arrived``: hops whose agents have committed though Redis has not heard of it. ``lost``: those that have ended in
+    another way. Only such hops are kept there as another one depends on.
+    """
 
     sources: Sources
     budget: Budget
     options: dict[str, Any] = field(default_factory=dict)
     late: list[Hop] = field(default_factory=list)
+    arrived: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
 
     def copy(self) -> World:
-        return World(clone(self.sources), self.budget, self.options, self.late[:])
+        return World(clone(self.sources), self.budget, self.options, self.late[:], self.arrived, self.lost)
+
+    @property
+    def running(self) -> list[Hop]:
+        return [*self.sources.hops.values(), *self.late]
+
+    def may_commit(self, hop: Hop) -> bool:
+        """The agents that pass a version on vote for it once they have all of it by a hop that has committed."""
+        return hop.number not in self.lost and (not hop.upstream or hop.upstream in self.arrived)
+
+    def forget(self) -> None:
+        """Keep what matters to a hop that runs."""
+        needed = {hop.upstream for hop in self.running} | {hop.number for hop in self.running}
+        self.arrived, self.lost = self.arrived & needed, self.lost & needed
 
     def key(self) -> tuple[Any, ...]:
         """Equal for states that differ in nothing but how far the counters are."""
         rule = self.sources
         numbers = {one.serial for one in rule.holders.values()} | {one.serial for one in rule.subscribers.values()}
         numbers |= set(rule.hops) | {hop.number for hop in self.late} | {hop.serial for hop in self.late}
+        numbers |= {hop.upstream for hop in self.running if hop.upstream}
         place = {number: index for index, number in enumerate(sorted(numbers))}
 
         def name(text: str) -> tuple[str, int]:
@@ -61,7 +81,7 @@ class World:
         def hop(one: Hop) -> tuple[Any, ...]:
             over = rule.subscribers[one.subscriber].call if one.subscriber in rule.subscribers else 0
             return (place[one.number], one.call - over, one.subscriber, place[one.serial], name(one.holder), one.slot,
-                    one.seq, one.protected)  # fmt: skip
+                    one.seq, one.protected, place.get(one.upstream, -1))  # fmt: skip
 
         return (
             self.budget,
@@ -72,7 +92,16 @@ class World:
                     one.served,
                     one.orphan,
                     one.draining,
-                    tuple((s.seq, s.used, tuple(map(name, s.children)), name(s.origin)) for s in one.slots),
+                    tuple(
+                        (
+                            s.seq,
+                            s.used,
+                            tuple(map(name, s.children)),
+                            name(s.origin),
+                            s.arrival and (s.arrival.seq, place[s.arrival.claim], s.arrival.depth),
+                        )
+                        for s in one.slots
+                    ),
                 )
                 for n, one in sorted(rule.holders.items())
             ),
@@ -87,6 +116,8 @@ class World:
             None if rule.put is None else (rule.put.slot, rule.put.seq),
             tuple(map(name, rule.orphans)),
             tuple(map(name, rule.draining)),
+            tuple(sorted(place[number] for number in self.arrived)),
+            tuple(sorted(place[number] for number in self.lost)),
         )
 
 
@@ -107,9 +138,36 @@ def end(number: int, *, committed: bool, late: bool) -> Event:
         world.late = [one for one in world.late if one.number != number]
         mine = world.sources.subscribers.get(hop.subscriber)
         before = mine.call if mine is not None else 0
+        ended = dict(world.sources.hops)
         world.sources.release(hop, committed=committed)
+        for one in ended.values():  # those to whom it was passed on have yet to hear of it
+            if one.number not in world.sources.hops and one.number != number:
+                assert not committed, "a hop that commits ends no other"
+                world.late.append(one)
+        passed = {one.number for one in world.running if one.upstream == number}
+        if passed and committed:
+            world.arrived |= {number}
+        elif passed:
+            fail(world, number)
         if committed and mine is not None and mine.serial == hop.serial and before == hop.call:
             assert mine.held == hop.seq, "a hop that has committed counts, also if its claim has lapsed"
+
+    return happen
+
+
+def fail(world: World, number: int) -> None:
+    """A hop cannot commit any more, nor those to which its version is passed on."""
+    world.lost |= {number}
+    for one in world.running:
+        if one.upstream == number and one.number not in world.lost:
+            fail(world, one.number)
+
+
+def arrive(number: int) -> Event:
+    """A hop is committed; Redis has not heard of it."""
+
+    def happen(world: World) -> None:
+        world.arrived |= {number}
 
     return happen
 
@@ -128,17 +186,24 @@ def abandon(world: World) -> None:
 
 def lapse(number: int) -> Event:
     def happen(world: World) -> None:
-        world.late.append(world.sources.hops[number])
+        before = dict(world.sources.hops)
         world.sources.expired.add(number)
         assert not world.sources.renew(number), "a claim that has lapsed cannot be renewed"
+        # Those to whom its version is passed on may commit, too.
+        world.late += [hop for hop in before.values() if hop.number not in world.sources.hops]
 
     return happen
 
 
-def relaunch(name: str, places: int, kind: str) -> Event:
+def relaunch(name: str, places: int, kind: str, passes: bool) -> Event:
     def happen(world: World) -> None:
-        world.late = [hop for hop in world.late if hop.subscriber != name]
-        world.sources.subscribe(name, places=places, kind=kind)
+        mine = {hop.number for hop in world.running if hop.subscriber == name}
+        before = dict(world.sources.hops)
+        world.sources.subscribe(name, places=places, kind=kind, passes=passes)
+        world.late += [hop for hop in before.values() if hop.number not in world.sources.hops]
+        world.late = [hop for hop in world.late if hop.number not in mine]
+        for number in mine - world.arrived:
+            fail(world, number)
 
     return happen
 
@@ -165,17 +230,25 @@ def events(world: World) -> Iterator[tuple[str, Event, Budget]]:
             yield f"{name} asks", ask(name), budget
         if budget.deaths:
             less = replace(budget, deaths=budget.deaths - 1)
-            yield f"{name} comes again", relaunch(name, mine.places, mine.kind), less
-    for number in rule.hops:
-        yield f"{number} commits", end(number, committed=True, late=False), budget
-        if budget.failures:
+            yield f"{name} comes again", relaunch(name, mine.places, mine.kind, mine.passes), less
+    for number, hop in rule.hops.items():
+        if world.may_commit(hop):
+            yield f"{number} commits", end(number, committed=True, late=False), budget
+        elif number in world.lost:
+            yield f"{number} is lost", end(number, committed=False, late=False), budget
+        if budget.failures and number not in world.arrived:
             less = replace(budget, failures=budget.failures - 1)
             yield f"{number} fails", end(number, committed=False, late=False), less
         if budget.lapses:
             yield f"{number} lapses", lapse(number), replace(budget, lapses=budget.lapses - 1)
     for hop in world.late:
         for committed in (True, False):
-            yield f"{hop.number} ends late", end(hop.number, committed=committed, late=True), budget
+            if world.may_commit(hop) if committed else hop.number not in world.arrived:
+                yield f"{hop.number} ends late", end(hop.number, committed=committed, late=True), budget
+    for hop in world.running:
+        passed = any(one.upstream == hop.number for one in world.running)
+        if passed and hop.number not in world.arrived and world.may_commit(hop):
+            yield f"{hop.number} arrives", arrive(hop.number), budget
     if budget.silences:
         less = replace(budget, silences=budget.silences - 1)
         for name, one in rule.holders.items():
@@ -205,7 +278,7 @@ def settle(world: World) -> None:
         if not rule.hops:
             break
         hop = rule.hops[min(rule.hops)]
-        rule.release(hop, committed=True)
+        rule.release(hop, committed=hop.number not in world.lost)
         mine = rule.subscribers[hop.subscriber]
         rule.claim(hop.subscriber, mine.call + 1, newer_than=mine.held)
     assert not rule.hops, "hops go on for ever"
@@ -234,6 +307,7 @@ def walk(world: World, most: int = 2_000_000) -> int:
             before = {hop.number for hop in after.sources.hops.values()}
             serial = after.sources.serial
             happen(after)
+            after.forget()
             assert all(number > serial for number in after.sources.hops.keys() - before), "claims are numbered"
             if (key := after.key()) in seen:
                 continue
@@ -251,11 +325,12 @@ def world(
     subscribers: int = 2,
     serves: tuple[int, ...] = (1, 1, 1),
     kinds: tuple[str, ...] = ("a", "a", "a"),
+    passes: tuple[bool, ...] = (False, False, False),
     **options: Any,
 ) -> World:
     """``kinds``: "part" holds some of the elements that "a" holds, and "rest" others."""
     rule = Sources(lacking=frozenset({("part", "a"), ("rest", "a"), ("part", "rest"), ("rest", "part")}))
     rule.publish("t", **options)
     for number in range(subscribers):
-        rule.subscribe(f"r{number}", places=serves[number], kind=kinds[number])
+        rule.subscribe(f"r{number}", places=serves[number], kind=kinds[number], passes=passes[number])
     return World(rule, budget, options)

@@ -59,3 +59,19 @@ def test_a_hop_that_reads_goes_on_until_its_subscriber_has_a_newer_claim() -> No
     assert ended_hops({}, hops, reading) == []
     assert ended_hops({3: "b/2"}, hops, reading) == [2]
     assert ended_hops({1: "a/1", 3: "b/2"}, {**hops, 3: "b/2"}, reading) == [2]
+
+
+def test_a_buffer_is_passed_on_to_those_who_want_what_comes() -> None:
+    buffer = HopBuffer()
+    buffer.fill(3)
+    buffer.clear()
+    buffer.pass_on(4)
+    buffer.readers.add(11)
+    assert not buffer.holds(4), "a hop that needs all of it waits"
+    buffer.pass_on(4)
+    with pytest.raises(AssertionError, match="11"):
+        buffer.pass_on(5)
+    with pytest.raises(AssertionError, match="11"):
+        buffer.fill(5)
+    buffer.fill(4)
+    assert buffer.holds(4)

@@ -11,6 +11,7 @@ from etha.agent.protocol import sources
 from etha.agent.protocol.sources import Sources
 from tests.unit.agent.protocol.source_walking import Budget, walk, world
 
+PASS = (True, True, True)
 #: What happens, and how many states that gives. A change of the numbers is a change of the rule.
 WORLDS: dict[str, tuple[Budget, dict[str, Any], int]] = {
     "all that may go wrong once": (Budget(), {}, 13_295),
@@ -30,6 +31,16 @@ WORLDS: dict[str, tuple[Budget, dict[str, Any], int]] = {
         {"subscribers": 3, "kinds": ("part", "rest", "a"), "copies": 1},
         1_410,
     ),
+    "two pass on": (Budget(lapses=0, deaths=0), {"passes": PASS}, 973),
+    "one of two that pass on is launched again": (Budget(puts=1, lapses=0, failures=0), {"passes": PASS}, 370),
+    "claims of two that pass on lapse": (Budget(puts=1, failures=0, deaths=0), {"passes": PASS}, 597),
+    "three pass on": (Budget(puts=1, lapses=0, deaths=0), {"subscribers": 3, "passes": PASS}, 9_842),
+    "one passes on, and one does not serve": (
+        Budget(lapses=0, deaths=0),
+        {"subscribers": 2, "serves": (1, 0), "passes": (True, False), "copies": 1},
+        488,
+    ),
+    "publishers die, and two pass on": (Budget(publishers=1, lapses=0, deaths=0), {"passes": PASS}, 6_479),
     "three subscribers": (Budget(lapses=0, failures=0, deaths=0), {"subscribers": 3}, 2372),
 }
 
@@ -80,3 +91,8 @@ def test_the_walk_finds_a_subscriber_that_starves(monkeypatch: pytest.MonkeyPatc
     """The publisher has given its copies, and those who have them have ended."""
     monkeypatch.setattr(Sources, "enough", lambda self, ask, one, slot: one.publisher and self.seq > 0)
     found("the publisher gives one copy", "waits for more than")
+
+
+def test_the_walk_finds_one_who_waits_for_what_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sources, "_end_passed", lambda self, hop: None)
+    found("two pass on", "passes on what does not come")
