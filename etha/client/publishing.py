@@ -117,7 +117,7 @@ class Subscription(OfOneProcess, Versions[Update]):
 
     @property
     def version(self) -> Version:
-        """The label of the version that the tensors hold; None if they hold none, or one without a label."""
+        """The label of the version that the tensors hold, its ``seq`` if it has none; None if they hold no version."""
         return self._inner.version
 
     @property
