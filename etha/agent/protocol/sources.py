@@ -36,7 +36,7 @@ MOST_DEEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class ComingVersion:
     """A version that a subscriber is receiving by ``claim`` and passes on. ``depth``: it is the so manieth in a row."""
 
     seq: int
@@ -58,7 +58,7 @@ class HolderSlot:
     used: int = 0
     children: list[str] = field(default_factory=list)
     origin: str = ""
-    arrival: Arrival | None = None
+    arrival: ComingVersion | None = None
 
     @property
     def arriving(self) -> int:
@@ -560,7 +560,7 @@ class Sources:
             slot.children.append(ask.name)
             if self.subscribers[ask.subscriber].passes:
                 depth = 1 if slot.arrival is None else slot.arrival.depth + 1
-                own.slots[0].arrival = Arrival(seq=seq, label=label, claim=hop.number, depth=depth)
+                own.slots[0].arrival = ComingVersion(seq=seq, label=label, claim=hop.number, depth=depth)
                 own.slots[0].children = []
 
     def _end(self, number: int, *, committed: bool) -> bool:

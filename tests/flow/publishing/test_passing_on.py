@@ -59,12 +59,12 @@ class Round:
         def progress(done: int, total: int) -> None:
             if 0 < done < total and f"{name} moves" not in self.log:
                 self.log.append(f"{name} moves")
-                told.append(asyncio.ensure_future(self._tell()))
+                tells.append(asyncio.ensure_future(self._tell()))
 
-        told: list[asyncio.Task[None]] = []
+        tells: list[asyncio.Task[None]] = []
         found = await replica.next(progress=progress)
         self.log.append(f"{name} holds")
-        await asyncio.gather(*told)
+        await asyncio.gather(*tells)
         return found
 
     async def _tell(self) -> None:
