@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.text import Text
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from etha.demo.hosts import DemoHosts
     from etha.demo.options import Options
     from etha.demo.report import DemoReport
+
+
+T = TypeVar("T")
 
 
 def demo(
@@ -48,8 +52,6 @@ def demo(
     inference job. Two of them join late and one is killed and starts again. Exit status 1 unless all of them end with
     the newest version, and every element of every version that one has received was right.
     """
-    import asyncio
-
     from etha.demo import launch, seats
     from etha.demo.hosts import DemoHost, DemoHosts
     from etha.demo.options import Options
@@ -74,11 +76,7 @@ def demo(
         return
     report = DemoReport(options)
     with demo_progress(report) as tell:
-        try:
-            asyncio.run(launch.run_until_signal(launch.run(options, tell, places)))
-        except launch.DemoError as error:
-            err.print(Text(f"the demo failed: {error}", "red"))
-            raise typer.Exit(1) from None
+        run_to_its_end(launch.run(options, tell, places))
     out.print(table(report.rows, synthetic=synthetic is not None))
     if report.rows and report.rows[-1].sample:
         out.print(Text(f"version {report.rows[-1].number} writes:\n{report.rows[-1].sample}\n"))
@@ -92,9 +90,6 @@ def demo(
 
 def run_replicas(options: Options, places: DemoHosts, started: float) -> None:
     """The demo with replicas: a line for each event, and a table at the end. Exit status 1 if anything was wrong."""
-    import asyncio
-
-    from etha.demo import launch
     from etha.demo.fleet import run_fleet
     from etha.demo.fleet_report import fleet_table
 
@@ -110,11 +105,7 @@ def run_replicas(options: Options, places: DemoHosts, started: float) -> None:
     def say(text: str) -> None:
         out.print(Text(f"{time.monotonic() - started:6.1f} s  {text}"))
 
-    try:
-        report = asyncio.run(launch.run_until_signal(run_fleet(options, tell, places)))
-    except launch.DemoError as error:
-        err.print(Text(f"the demo failed: {error}", "red"))
-        raise typer.Exit(1) from None
+    report = run_to_its_end(run_fleet(options, tell, places))
     out.print(fleet_table(report))
     problems = report.verdict()
     for problem in problems:
@@ -124,6 +115,21 @@ def run_replicas(options: Options, places: DemoHosts, started: float) -> None:
     seconds = time.monotonic() - started
     last = options.versions[-1]
     out.print(f"{options.replicas} replicas hold version {last}, every element equal, in {seconds:.0f} s")
+
+
+def run_to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns. Exit status 1 if the demo fails, and 143 after SIGTERM."""
+    import asyncio
+
+    from etha.demo import launch
+
+    try:
+        return asyncio.run(launch.run_until_signal(work))
+    except launch.DemoError as error:
+        err.print(Text(f"the demo failed: {error}", "red"))
+        raise typer.Exit(1) from None
+    except asyncio.CancelledError:
+        raise typer.Exit(128 + signal.SIGTERM) from None
 
 
 @contextmanager

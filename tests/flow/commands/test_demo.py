@@ -45,11 +45,11 @@ def demo(temporary: Path, *words: str, **variables: str) -> Iterator[subprocess.
             process.kill()
 
 
-def await_line(process: subprocess.Popen[str], start: str) -> None:
-    """Read the demo's output up to a line that starts so."""
+def await_line(process: subprocess.Popen[str], text: str) -> None:
+    """Read the demo's output up to a line with this text."""
     assert process.stdout is not None and process.stderr is not None
     for line in process.stdout:
-        if line.startswith(start):
+        if text in line:
             return
     pytest.fail(process.stderr.read())
 
@@ -169,13 +169,15 @@ def test_a_killed_rank_ends_the_demo_with_an_error(temporary: Path, job: str) ->
     assert_nothing_left(temporary)
 
 
-@pytest.mark.proof
-def test_sigterm_ends_everything(temporary: Path) -> None:
-    with demo(temporary, "--steps", "1000", "--every", "1") as process:
-        await_line(process, "version 0:")
+@pytest.mark.more
+@pytest.mark.parametrize(("more", "line"), [((), "version 0:"), (("--replicas", "2"), "holds version 0")], ids=str)
+def test_sigterm_ends_everything(temporary: Path, more: tuple[str, ...], line: str) -> None:
+    with demo(temporary, "--steps", "1000", "--every", "1", *more) as process:
+        await_line(process, line)
         process.terminate()
-        process.communicate(timeout=SECONDS)
-    assert process.returncode != 0
+        _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in err
     assert_nothing_left(temporary)
 
 
