@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import runpy
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ if importlib.util.find_spec("hypothesis"):  # the environments of `make gpu` and
     from tests import examples
 
     examples.register()
+
+# A shell's background job begins with Ctrl-C ignored, and so would all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Debian's package of each program that a test may need.
 PACKAGES = {
