@@ -30,6 +30,8 @@ with warnings.catch_warnings():  # of others' packages
     from vllm.model_executor.model_loader import reload
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
+    from etha.integrations.vllm.weights import loading
+    from etha.integrations.vllm.weights.quantized import kernel_of
     from etha.integrations.vllm.weights.received import Received
 
 BLOCKS = pytest.mark.skipif(not cpu_paths.bfloat16(), reason=NO_BLOCKS)
@@ -170,6 +172,23 @@ def test_a_scale_that_is_not_the_one_received_is_named(how: str) -> None:
     assert line.startswith("up.weight") and line.endswith("differ")
     into.apply()
     assert into.compare().differs == []
+
+
+@pytest.mark.parametrize("how", ["int8-channel", "int8-channel-zero-point", "int8-tensor", "int8-static"])
+def test_products_that_saturate_are_compared_with_such(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU without VNNI: what is due is what the kernel computes, and not what arithmetic says."""
+    live = Model(quantization(how)).first(tensors(how, 0))
+    into = received(live, tensors(how, 1))
+    monkeypatch.setattr(loading, "exact_integers", lambda: False)
+    bring(into, tensors(how, 1))
+    found = into.compare()
+    assert found.compared and not found.differs and not found.left_out
+    computed, before = live(X), Model(quantization(how)).first(tensors(how, 0))
+    kernel_of(live.down).dnnl_handler = kernel_of(before.down).dnnl_handler
+    [line] = into.compare().differs
+    assert line.startswith("down.weight") and line.endswith("products differ")
+    into.apply()
+    assert torch.equal(live(X), computed) and into.compare().differs == []
 
 
 @pytest.mark.parametrize("how", ["int8-channel", pytest.param("fp8-block", marks=BLOCKS)])

@@ -8,6 +8,7 @@ the result, but it counts and keeps only what goes through a parameter's ``weigh
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from etha.integrations.vllm.weights.compare import (
 )
 from etha.integrations.vllm.weights.filling import Filling, MetaReadError, ParameterMemory, RealIndices
 from etha.integrations.vllm.weights.keep import Meta, Recorded, Recording
-from etha.integrations.vllm.weights.quantized import cast_refused, kernel_of, quantized
+from etha.integrations.vllm.weights.quantized import cast_refused, exact_integers, kernel_of, quantized
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 #: Warns about every layer into which nothing was loaded. Here that would be all of them, because layers are filled in
@@ -285,6 +286,8 @@ class Reload:
             product = Integers(
                 made["weight"], made["weight_scale"], module.logical_widths, self._config.dtype, scale, shifted
             )
+            if not exact_integers():
+                product.expect(self._computed_anew(module, made, product.probe))
             return [ProbeOutcome(f"{name}.weight", module, product)]
         info: Any = get_layerwise_info(module)
         parameters: dict[str, torch.Tensor] = info.kernel_tensors[0]
@@ -294,6 +297,18 @@ class Reload:
             if (new := getattr(module, leaf)) is not live:
                 found.add(f"{name}.{leaf}", unequal(live, new))
         return []
+
+    def _computed_anew(self, module: Any, made: Mapping[str, torch.Tensor], probe: torch.Tensor) -> torch.Tensor:
+        """What ``module`` would compute of ``probe`` if its kernel packed ``made`` now, beside what it serves with."""
+        other, kernel = copy.copy(module), copy.copy(kernel_of(module))
+        other._parameters = dict(module._parameters)
+        for leaf, tensor in made.items():
+            is_parameter = isinstance(tensor, nn.Parameter)
+            other._parameters[leaf] = tensor if is_parameter else nn.Parameter(tensor, requires_grad=False)
+        with set_default_torch_dtype(self._config.dtype):
+            kernel.process_weights_after_loading(other)
+        computed: torch.Tensor = kernel.apply_weights(other, probe, None)
+        return computed
 
     def _with_ties(self, probed: list[ProbeOutcome], names: Mapping[nn.Module, str]) -> Iterator[ProbeOutcome]:
         """Modules, and those that nothing was loaded into, but whose weight is that of one of them."""

@@ -9,10 +9,12 @@ Methods and kernels are listed by name, because each keeps its result in its own
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from vllm import _custom_ops
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.utils.torch_utils import is_quantized_kv_cache
@@ -45,6 +47,23 @@ def kernel_of(module: Any) -> Any:
             if (found := getattr(owner, name, None)) is not None:
                 return found
     return None
+
+
+@cache
+def exact_integers() -> bool:
+    """Whether vLLM's products of 8-bit integers are exact on this CPU.
+
+    Without VNNI, oneDNN adds two of them at a time in 16 bits, which saturate (oneDNN's documentation, "Nuances of int8
+    Computations").
+    """
+    weight = torch.full((32, 64), 127, dtype=torch.int8, device="cpu")
+    scales = torch.ones(32, 1, dtype=torch.float32, device="cpu")  # oneDNN keeps their address
+    packed = _custom_ops.create_onednn_scaled_mm(weight.t(), scales, torch.bfloat16, True, False, 1)
+    probe, scale, zero = _custom_ops.onednn_scaled_int8_quant(weight[:1].bfloat16())
+    found = torch.empty(1, 32, dtype=torch.bfloat16, device="cpu")
+    _custom_ops.onednn_scaled_mm(packed, probe, found, scale, zero, None, None)
+    due = 1032192.0  # 127 * 127 * 64, rounded to bfloat16
+    return bool((found == due).all())
 
 
 def quantized(module: Any) -> bool:
