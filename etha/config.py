@@ -64,7 +64,7 @@ ENVIRONMENT: dict[str, str] = {
     "ETHA_METRICS": "HOST:PORT where an agent shows its metrics to Prometheus (cuda:N: PORT+1+N); default: nowhere",
     "ETHA_LOG": "what agents and commands log: debug, info or warning; default: info",
     "ETHA_LOG_FORMAT": "how they log: text, or json with one object a line; default: text",
-    "ETHA_NATIVE": "0: groups run their inner loops in Python instead of the compiled library; default: 1",
+    "ETHA_NATIVE": "0: inner loops run in Python, torch and NumPy instead of the compiled library; default: 1",
     "ETHA_TRACE": "directory in which clients and agents write what happens, for `etha trace`; default: nothing",
 }
 
@@ -188,7 +188,7 @@ class LogSettings:
 
 
 def native_allowed(env: Mapping[str, str] | None = None) -> bool:
-    """Whether groups may use the compiled library. ConfigError if ETHA_NATIVE is neither 0 nor 1."""
+    """Whether inner loops may use the compiled library. ConfigError if ETHA_NATIVE is neither 0 nor 1."""
     env = os.environ if env is None else env
     return _flag("ETHA_NATIVE", env.get("ETHA_NATIVE") or "1")
 

@@ -850,3 +850,4 @@ void etha_kick(etha_progress_args *a) {
 #include "streams.c"
 #include "pull.c"
 #include "difference.c"
+#include "tiles.c"

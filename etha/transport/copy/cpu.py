@@ -17,12 +17,17 @@ import torch
 from etha.memory.process import IoVec, ProcessMemory
 from etha.memory.reach import ReachError
 from etha.memory.views import CARRIERS, View
+from etha.transport.copy import mapped
 from etha.transport.geometry import iovec
 from etha.transport.geometry.iovec import IovecBatch, Op
 from etha.transport.geometry.tiles import Path
 
 if TYPE_CHECKING:
     from etha.transport.copy.device import Copier
+
+
+#: So many mapped copies take torch less time than the tables for the compiled loops.
+FEW = 4
 
 
 class Buffer:
@@ -88,7 +93,7 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
     match ops[0].tile.path:
         case Path.MAPPED:
             work.wrote = True
-            for op in ops:
+            for op in ops if len(ops) < FEW else mapped.copy_compiled(ops):
                 _copy_mapped(op)
         case Path.READ:
             source, target = iovec.copies(ops, by=0)

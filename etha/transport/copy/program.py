@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from etha.memory.views import View
+from etha.native.tiles import load_tiles
 from etha.transport.copy import cpu
 from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.mapped import MappedCopies, compiled
 from etha.transport.geometry import iovec
 from etha.transport.geometry.boxes import Ints
 from etha.transport.geometry.iovec import Op
@@ -190,9 +193,35 @@ class Program:
         elif self.tiles[self.tile[piece.first]].path is Path.DEVICE and (launch := self.launch(index, work.device)):
             work.wrote = True
             work.device.run(launch)
+        elif (copies := self._mapped) is not None and self._compiled[self.tile[piece.first : piece.last]].all():
+            work.wrote = True
+            copies.run(piece.first, piece.last)
         else:
             cpu.run(self.ops(piece), work)
         return piece.nbytes
+
+    @cached_property
+    def _compiled(self) -> npt.NDArray[np.bool_]:
+        """For each tile: whether the compiled loops copy it."""
+        return np.array([compiled(tile) for tile in self.tiles], bool)
+
+    @cached_property
+    def _mapped(self) -> MappedCopies | None:
+        """All operations for the compiled loops. None if there are no such loops, or nothing for them."""
+        library = load_tiles()
+        if library is None or not self._compiled.any():
+            return None
+        ends = [
+            (s.address, s.address + s.nbytes, t.address, t.address + t.nbytes)
+            for s, t in ((pair.source, pair.target) for pair in self.pairs)
+        ]
+        item = np.array([(t.ends.source.itemsize, t.ends.target.itemsize) for t in self.tiles], np.int64)[self.tile]
+        spans = np.array(ends, np.uint64)[self.pair]
+        source, target = (
+            (spans[:, 2 * end] + (offset * item[:, end]).astype(np.uint64))
+            for end, offset in ((0, self.source), (1, self.target))
+        )
+        return MappedCopies(library, self.tiles, self.tile, source, target, spans)
 
 
 class Columns:

@@ -1,6 +1,6 @@
 """Choose how a box is copied, by estimated cost, and cut the box into tiles for that path.
 
-    MAPPED   mapped -> mapped     one strided copy by torch, casts included
+    MAPPED   mapped -> mapped     run by run in compiled loops (mapped.py); casts and very short runs by torch
     READ     private -> mapped    process_vm_readv straight into place
     WRITE    mapped -> private    process_vm_writev straight from place
     BOUNCE   everything else      through a buffer that stays in cache: read, pick and cast, write
@@ -75,6 +75,19 @@ class Ends:
     def casts(self) -> bool:
         """Whether a copy changes the dtype."""
         return self.source is not self.target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedSteps:
+    """A tile as runs of ``run`` bytes: how many along each axis, and how many bytes apart in the source and in the
+    target; ``source_nbytes`` and ``target_nbytes`` from the first byte to the last of all."""
+
+    run: int
+    counts: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    source_nbytes: int
+    target_nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +172,25 @@ class Tile:
             strides[i] = at
             at *= self.axes[i].steps
         return tuple(strides)
+
+    @cached_property
+    def steps(self) -> MappedSteps | None:
+        """For MAPPED: how the runs common to both ends follow each other. None for a copy that changes the dtype."""
+        if self.path is not Path.MAPPED or self.ends.casts:
+            return None
+        item = self.ends.source.itemsize
+        axes, run = self.axes, item
+        if axes and axes[-1].source == 1 and axes[-1].target == 1:
+            run *= axes[-1].steps
+            axes = axes[:-1]
+        return MappedSteps(
+            run=run,
+            counts=tuple(a.steps for a in axes),
+            source=tuple(a.source * item for a in axes),
+            target=tuple(a.target * item for a in axes),
+            source_nbytes=boxes.span(self.axes, 1) * item,
+            target_nbytes=boxes.span(self.axes, 2) * item,
+        )
 
     @cached_property
     def through(self) -> bool:
