@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -95,20 +96,46 @@ def run(ops: Sequence[Op], work: Workspace) -> None:
             work.wrote = True
             for op in ops if len(ops) < FEW else mapped.copy_compiled(ops):
                 _copy_mapped(op)
-        case Path.READ:
-            source, target = iovec.copies(ops, by=0)
-            with _writing(work):
-                _process(ops[0].source).read(target, source)
-        case Path.WRITE:
-            source, target = iovec.copies(ops, by=1)
-            with _writing(work):
-                _process(ops[0].target).write(source, target)
+        case Path.READ | Path.WRITE:
+            run_direct(direct_copies(ops), work)
         case Path.BOUNCE:
             for batch in iovec.batches(ops):
                 _bounce(batch, work)
         case Path.DEVICE:
             device, work.wrote = work.device, True
             device.run_ops(ops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectCopies:
+    """System calls from or into a worker's memory: of ``process``, between the rows of two tables."""
+
+    process: ProcessMemory
+    reads: bool
+    source: IoVec
+    target: IoVec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        return self.source.nbytes + self.target.nbytes
+
+
+def direct_copies(ops: Sequence[Op]) -> DirectCopies:
+    """The tables of operations with the path READ or WRITE."""
+    reads = ops[0].tile.path is Path.READ
+    source, target = iovec.copies(ops, by=0 if reads else 1)
+    process = _process(ops[0].source if reads else ops[0].target)
+    return DirectCopies(process=process, reads=reads, source=source, target=target)
+
+
+def run_direct(copies: DirectCopies, work: Workspace) -> None:
+    """Carry out the calls. A ReachError leaves them half done."""
+    with _writing(work):
+        if copies.reads:
+            copies.process.read(copies.target, copies.source)
+        else:
+            copies.process.write(copies.source, copies.target)
 
 
 def run_mixed(ops: Sequence[Op], work: Workspace) -> None:

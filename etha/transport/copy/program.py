@@ -1,8 +1,8 @@
 """A program: one agent's local copies of one transfer, as columns, cut into pieces for lane threads.
 
 Operations are rows of four integer columns over a few distinct tiles and pairs of views. Their segments exist only
-while a piece runs; a device's piece is compiled once and kept. Pieces of phase 0 read what later pieces overwrite, so
-phase 1 waits for them.
+while a piece runs, unless they are few for its bytes; a device's piece is compiled once and kept. Pieces of phase 0
+read what later pieces overwrite, so phase 1 waits for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from etha.memory.views import View
 from etha.native.tiles import load_tiles
 from etha.transport.copy import cpu
-from etha.transport.copy.cpu import Workspace
+from etha.transport.copy.cpu import DirectCopies, Workspace, direct_copies, run_direct
 from etha.transport.copy.mapped import MappedCopies, compiled
 from etha.transport.geometry import iovec
 from etha.transport.geometry.boxes import Ints
@@ -34,6 +34,8 @@ PIECE = 8 << 20
 MIN_PIECE, PIECES = 256 << 10, 48
 #: Most operations of one piece, because each small one costs interpreter time.
 MAX_OPS = 512
+#: A piece's tables are kept from one transfer to the next if the piece has that many times their bytes.
+KEPT_SHARE = 128
 #: Largest payload of a device's piece. A device copies it in about 0.2 ms, less than the CPU's memory needs for 8 MiB.
 #: It has any number of operations, because they are one launch. If plain host memory is at an end, the CPU copies, too,
 #: and PIECE and MAX_OPS hold.
@@ -116,6 +118,8 @@ class Program:
     target: Ints
     scratch: int = 0
     work: int = field(init=False)
+    #: Tables of pieces that read or write a worker's memory directly, by piece index; filled on their first run.
+    tables: dict[int, DirectCopies] = field(init=False, default_factory=dict)
     #: Compiled launches of device pieces, by piece index; filled on their first run.
     launches: dict[int, Launch] = field(init=False, default_factory=dict)
 
@@ -196,9 +200,20 @@ class Program:
         elif (copies := self._mapped) is not None and self._compiled[self.tile[piece.first : piece.last]].all():
             work.wrote = True
             copies.run(piece.first, piece.last)
+        elif self.tiles[self.tile[piece.first]].path in (Path.READ, Path.WRITE):
+            self._run_direct(index, work)
         else:
             cpu.run(self.ops(piece), work)
         return piece.nbytes
+
+    def _run_direct(self, index: int, work: Workspace) -> None:
+        copies = self.tables.get(index)
+        if copies is None:
+            piece = self.pieces[index]
+            copies = direct_copies(self.ops(piece))
+            if copies.nbytes * KEPT_SHARE <= piece.nbytes:
+                self.tables[index] = copies
+        run_direct(copies, work)
 
     @cached_property
     def _compiled(self) -> npt.NDArray[np.bool_]:

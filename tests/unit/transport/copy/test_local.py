@@ -283,3 +283,25 @@ def test_unaligned_private_elements_arrive(me: WorkerMemory) -> None:
     run(compiled(plan, {0: {"t": t}}, target, me, True, False))
     joined = torch.cat([target[r]["t"] for r in range(4)], dim=1)
     assert bits(joined) == bytes(raw[1:])
+
+
+@pytest.mark.parametrize("private_end", ["source", "target"])
+@pytest.mark.parametrize(("width", "kept"), [(16384, True), (64, False)])
+def test_tables_of_long_rows_are_kept(width: int, kept: bool, private_end: str, me: WorkerMemory) -> None:
+    """A second transfer makes no operations. Tables of short rows would take much memory, and are made again."""
+    count = (4 << 20) // width
+    a, b = Layout((1,), [Replicate()]), Layout((1,), [Replicate()])
+    source = {f"t{i}": torch.randint(0, 256, (width,), dtype=torch.uint8) for i in range(count)}
+    # Rows with gaps between them, so that they do not join.
+    target = {name: torch.zeros(2 * width, dtype=torch.uint8)[:width] for name in source}
+    specs = [{name: TensorSpec((width,), torch.uint8, layout) for name in source} for layout in (a, b)]
+    plan = local_plan(*specs, 1, 1)
+    program = compiled(plan, {0: source}, {0: target}, me, private_end == "source", private_end == "target")
+    run(program)
+    assert bool(program.tables) is kept
+    for held in source.values():
+        held.add_(1)
+    if kept:
+        object.__setattr__(program, "ops", lambda *_: pytest.fail("operations were made"))
+    run(program)
+    assert all(torch.equal(target[name], held) for name, held in source.items())
