@@ -563,7 +563,7 @@ class AsyncTensorBusClient(OfOneProcess):
         check_fan_out(fan_out)
         rate = check_max_rate(max_rate)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
-        defaults = PairDefaults.of(name, place, device_mesh, None)
+        defaults = PairDefaults.of_publication(name, place, device_mesh)
         self._check_usable()
         with self._calls.begin(f"publish of {name!r}"):
             connection = await self._connect(deadline.left)
@@ -635,7 +635,7 @@ class AsyncTensorBusClient(OfOneProcess):
         check_flag("atomic", atomic)
         check_flag("serve", serve)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
-        defaults = PairDefaults.of(name, place, device_mesh, None)
+        defaults = PairDefaults.of_publication(name, place, device_mesh)
         self._check_usable()
         followed = self._subscriptions.get(name)
         if followed is not None and not followed.is_lost:

@@ -49,12 +49,16 @@ Mesh = DeviceMesh | torch.Tensor | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairDefaults:
-    """The defaults of ``init_pair`` for plain tensors: this worker's place in the side, the mesh, the placements."""
+    """The defaults of ``init_pair`` for plain tensors: this worker's place in the side, the mesh, the placements.
+
+    ``publication``: ``name`` is that of a publication, which has a mesh and no default placements.
+    """
 
     name: str
     place: RankInfo
     mesh: Mesh | None
     placements: tuple[Placement, ...] | None
+    publication: bool = False
 
     @classmethod
     def of(cls, name: str, place: RankInfo, mesh: Mesh | None, placements: Sequence[Placement] | None) -> Self:
@@ -69,6 +73,11 @@ class PairDefaults:
             defaults.default_layout()
         return defaults
 
+    @classmethod
+    def of_publication(cls, name: str, place: RankInfo, mesh: Mesh | None) -> Self:
+        """Those of ``publish`` and ``subscribe``. LayoutError for an invalid mesh."""
+        return replace(cls.of(name, place, mesh, None), publication=True)
+
     def default_layout(self) -> Layout:
         """The default layout of plain tensors; LayoutError names the pair."""
         assert self.mesh is not None and self.placements is not None
@@ -81,10 +90,14 @@ class PairDefaults:
         """The layout of the plain tensor ``name``: its own placements, else the pair's default."""
         chosen = placements if placements is not None else self.placements
         if chosen is None or self.mesh is None:
-            raise LayoutError(
-                f"tensor {name!r} is a plain tensor and has no layout: give placements={{{name!r}: [...]}} and "
-                f"init_pair(..., device_mesh=...), or device_mesh and placements as the default of pair {self.name!r}"
+            own = f"give placements={{{name!r}: [...]}} and "
+            remedy = (
+                f"{own}device_mesh= with publication {self.name!r}"
+                if self.publication
+                else f"{own}init_pair(..., device_mesh=...), or device_mesh and placements as the default of pair "
+                f"{self.name!r}"
             )
+            raise LayoutError(f"tensor {name!r} is a plain tensor and has no layout: {remedy}")
         try:
             return self.place.layout_of(self.mesh, chosen)
         except LayoutError as error:

@@ -69,6 +69,9 @@ def test_what_is_no_form_at_all() -> None:
             build(tensors, **options)
     with pytest.raises(LayoutError, match="tensor 'w' is a plain tensor and has no layout"):
         build({"w": torch.zeros(1)}, pairs=[pair(placements=None)], pair_name="p")
+    place = RankInfo(rank=0, world_size=1, launch=None, ranks=None)
+    with pytest.raises(LayoutError, match=r"give placements=\{'w': \[...\]\} and device_mesh= with publication 'p'$"):
+        build({"w": torch.zeros(1)}, pairs=[PairDefaults.of_publication("p", place, (1,))], pair_name="p")
 
 
 def test_the_order_of_a_mapping_does_not_matter_but_a_lists_does() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 from collections.abc import Callable
-from threading import Event
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,10 @@ import requests
 pytest.importorskip("vllm")
 with warnings.catch_warnings():  # of others' packages
     warnings.simplefilter("ignore")
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+
     from etha.integrations.vllm.trainer import replica
+    from etha.integrations.vllm.trainer.control import said
     from etha.integrations.vllm.trainer.init_info import EthaTrainerInitInfo
     from etha.integrations.vllm.trainer.replica import Replica
 
@@ -135,6 +140,61 @@ def test_an_engine_that_refuses_is_a_failed_transfer(at: str) -> None:
     paused_for_good = at == "finish_weight_update"
     assert ("resume_generation" in client.made) is not paused_for_good
     assert reported.value.torn is paused_for_good
+
+
+CAUSE = "the engine's model does not take 'w'"
+AROUND = (
+    "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack trace above for the"
+)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (500, json.dumps({"error": {"message": AROUND.format(CAUSE) + " root cause", "code": 500}}), CAUSE),
+        (400, json.dumps({"error": {"message": "Field required"}}), "Field required"),
+        (502, "<html>Bad Gateway</html>", "<html>Bad Gateway</html>"),
+        (503, "[]", "[]"),
+        (500, "x" * 5000, "x" * 2000),
+    ],
+)
+def test_what_an_engine_says_is_shown_without_what_vllm_puts_around_it(status: int, body: str, says: str) -> None:
+    assert said(status, body) == says
+
+
+def test_an_engine_without_the_routes_is_told_how_to_start() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(
+                ConfigError, match=r"pair 'weights': .*/init_weight_transfer_engine: .*VLLM_SERVER_DEV_MODE=1"
+            ):
+                join(f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "http://"])
+def test_an_address_that_is_none_is_an_error_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"pair 'weights': .*: give the client an address such as http://"):
+        join(url)
+
+
+def join(url: str) -> None:
+    """Ask the engine at ``url`` to join."""
+
+    async def ask() -> None:
+        info = EthaTrainerInitInfo(rank=0, world_size=1)
+        engine: Any = Replica(info, HTTPVLLMWeightSyncClient(url), Bus(), None)  # type: ignore[arg-type]
+        assert await engine.ask_to_join() is None
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize("world", [1, 2])

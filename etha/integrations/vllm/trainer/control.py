@@ -6,7 +6,9 @@ names. If there are none, the caller is responsible.
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Literal, get_args
@@ -15,6 +17,10 @@ from etha.errors import ConfigError
 from etha.integrations.vllm.engine.lease import SECONDS
 
 log = logging.getLogger(__name__)
+#: Characters of an answer that are shown.
+_MOST = 2000
+#: Around what a worker of vLLM has raised, in the answer of the API server.
+_AROUND = re.compile(r".*?Worker failed with error '(.*)', please check the stack trace above for the root cause", re.S)
 #: What happens to running requests: they finish first, are cut off, or continue with the new version.
 Pause = Literal["wait", "abort", "keep"]
 
@@ -90,14 +96,34 @@ class Control:
 
 
 def call_engine(call: Callable[..., None], *arguments: Any) -> None:
-    """Call the client. An HTTP error is raised with the server's text."""
+    """Call the client. An HTTP error is raised with what the engine says."""
     import requests
 
     try:
         call(*arguments)
     except requests.HTTPError as error:
-        said = "" if error.response is None else error.response.text[:2000]
-        raise requests.HTTPError(f"{error}: {said}", response=error.response) from None
+        answer = error.response
+        if answer is None:
+            raise
+        text = f"HTTP status {answer.status_code} of {answer.url}: {said(answer.status_code, answer.text)}"
+        raise requests.HTTPError(text, response=answer) from None
+
+
+def said(status: int, body: str) -> str:
+    """What an engine says with an HTTP error: the cause without what vLLM puts around it, or the remedy for a route
+    that it does not have."""
+    if status == HTTPStatus.NOT_FOUND:
+        return (
+            "the engine has no such route: start it with VLLM_SERVER_DEV_MODE=1, which opens vLLM's routes for "
+            "weights, and give the client its address without a path, such as http://127.0.0.1:8000"
+        )
+    try:
+        message = json.loads(body)["error"]["message"]
+    except (ValueError, LookupError, TypeError):  # of another server, or of a proxy
+        message = None
+    text = message if isinstance(message, str) else body
+    found = _AROUND.fullmatch(text)
+    return (text if found is None else found[1])[:_MOST]
 
 
 def unreachable(error: BaseException) -> bool:

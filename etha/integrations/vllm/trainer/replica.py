@@ -281,6 +281,7 @@ class Replica:
     async def ask_to_join(self, before: Exception | None = None) -> Exception | None:
         """Tell the engine to meet this trainer. Returns the error if nobody answers; ``before`` is the previous one."""
         import requests
+        from requests import exceptions
 
         self._control.holder = uuid4().hex
         try:
@@ -289,6 +290,9 @@ class Replica:
             await self._ask(call_engine, self.client.init_weight_transfer_engine, self._plan())
         except requests.HTTPError as error:
             raise ConfigError(f"pair {self.info.pair!r}: the engine refuses this trainer: {error}") from error
+        except (exceptions.MissingSchema, exceptions.InvalidSchema, exceptions.InvalidURL) as error:
+            text = f"pair {self.info.pair!r}: {error}: give the client an address such as http://127.0.0.1:8000"
+            raise ConfigError(text) from error
         except Exception as error:
             if not unreachable(error):
                 raise

@@ -23,7 +23,7 @@ class FirstLoad:
         self._model, self._device, self._memory = model, device, memory
         params = {place.name: place.seen for place in places_of(model)}
         recorded = Recording(params, device).of(metas, loader_of(model))
-        refuse_recorded(recorded, len(metas))
+        refuse_recorded(recorded, metas)
         self.kept = agreed(recorded.kept, agree)
         self.regions = {name: item.region for name, item in self.kept.items()}
         self.shapes = {name: item.meta.shape for name, item in self.kept.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Protocol
@@ -110,13 +110,15 @@ class RegionMemory(Protocol):
         ...
 
 
-def refuse_recorded(recorded: Recorded, count: int) -> None:
-    """ConfigError for tensors, of ``count``, that the model does not take."""
+def refuse_recorded(recorded: Recorded, metas: Sequence[Meta]) -> None:
+    """ConfigError for tensors, of ``metas``, that the model does not take."""
     if recorded.refused:
         name, why = next(iter(recorded.refused.items()))
+        shape = next(tuple(meta.shape) for meta in metas if meta.name == name)
         raise ConfigError(
-            f"the engine's model does not take {len(recorded.refused)} of the trainer's {count} tensors, "
-            f"{name!r} first: {why}; name them as the checkpoint does (names=), or leave them out (EthaSource)"
+            f"the engine's model does not take {len(recorded.refused)} of the trainer's {len(metas)} tensors, "
+            f"{name!r} of shape {shape} first: {why}; names and shapes must be those of the engine's checkpoint: name "
+            f"tensors as it does (names=), compare both models' configurations, or leave tensors out (EthaSource)"
         )
     for cast in recorded.casts:
         raise ConfigError(cast_refused(*cast))
@@ -175,7 +177,7 @@ class Received:
         # First, because tied parameters are several while they are created.
         live = {name for name, _ in model.named_parameters()}
         recorded = record(model, model_config, metas, device)
-        refuse_recorded(recorded, len(metas))
+        refuse_recorded(recorded, metas)
         self.kept = agreed(recorded.kept, agree)
         self._unfilled = sorted(live.intersection(recorded.unfilled))
         self._atomic = atomic
