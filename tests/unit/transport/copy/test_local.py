@@ -290,12 +290,11 @@ def test_unaligned_private_elements_arrive(me: WorkerMemory) -> None:
 def test_tables_of_long_rows_are_kept(width: int, kept: bool, private_end: str, me: WorkerMemory) -> None:
     """A second transfer makes no operations. Tables of short rows would take much memory, and are made again."""
     count = (4 << 20) // width
-    a, b = Layout((1,), [Replicate()]), Layout((1,), [Replicate()])
     source = {f"t{i}": torch.randint(0, 256, (width,), dtype=torch.uint8) for i in range(count)}
     # Rows with gaps between them, so that they do not join.
     target = {name: torch.zeros(2 * width, dtype=torch.uint8)[:width] for name in source}
-    specs = [{name: TensorSpec((width,), torch.uint8, layout) for name in source} for layout in (a, b)]
-    plan = local_plan(*specs, 1, 1)
+    specs = {name: TensorSpec((width,), torch.uint8, Layout((1,), [Replicate()])) for name in source}
+    plan = local_plan(specs, specs, 1, 1)
     program = compiled(plan, {0: source}, {0: target}, me, private_end == "source", private_end == "target")
     run(program)
     assert bool(program.tables) is kept
