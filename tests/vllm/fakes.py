@@ -64,6 +64,11 @@ class Fake:
         body = {"route": route, "times": times}
         requests.post(f"{self.url}/asked", json=body, timeout=PATIENCE).raise_for_status()
 
+    def answered(self, route: str, times: int) -> None:
+        """Wait until it has done so often what ``route`` asks for."""
+        body = {"route": route, "times": times}
+        requests.post(f"{self.url}/answered", json=body, timeout=PATIENCE).raise_for_status()
+
 
 class _Engine:
     """What is behind the routes; all of it on one event loop."""
@@ -154,11 +159,12 @@ class _Engine:
 
 
 class _Counts:
-    """How often each route was asked for, and which fails next."""
+    """How often each route was asked for and has answered, and which fails next."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._asked: dict[str, int] = {}
+        self._answered: dict[str, int] = {}
         self._failing: list[str] = []
         self._dying: tuple[str, int] | None = None
 
@@ -181,6 +187,15 @@ class _Counts:
     def asked(self, route: str, times: int) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self._asked.get(route, 0) >= times, PATIENCE), self._asked
+
+    def answer(self, route: str) -> None:
+        with self._changed:
+            self._answered[route] = self._answered.get(route, 0) + 1
+            self._changed.notify_all()
+
+    def answered(self, route: str, times: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._answered.get(route, 0) >= times, PATIENCE), self._answered
 
 
 def _serve(pipe: Connection, port: int) -> None:
@@ -206,12 +221,15 @@ def _serve(pipe: Connection, port: int) -> None:
                 self._say(200, found)
 
         def _do(self, route: str, body: dict[str, Any]) -> Any:
-            if route in ("fail", "asked", "die"):
+            if route in ("fail", "asked", "answered", "die"):
                 return getattr(counts, route)(**body)
             what = body.get("update_info") or {}
-            counts.ask("release" if "release" in what else route)
+            name = "release" if "release" in what else route
+            counts.ask(name)
             work: Callable[..., Any] = getattr(engine, route)
-            return asyncio.run_coroutine_threadsafe(work(**body), loop).result()
+            found = asyncio.run_coroutine_threadsafe(work(**body), loop).result()
+            counts.answer(name)
+            return found
 
         def _say(self, status: int, found: Any) -> None:
             text = json.dumps(found).encode()
