@@ -40,6 +40,13 @@ def bfloat16() -> bool:
     return os.environ.get(VARIABLE) not in ("avx2", "avx512") and torch.cpu.get_capabilities().get("avx512_bf16", False)
 
 
+def packs() -> bool:
+    """Whether vLLM keeps a packed copy of bfloat16 weights, and computes with it: oneDNN does not on AVX2."""
+    import torch
+
+    return os.environ.get(VARIABLE) != "avx2" and torch.cpu.get_capabilities().get("avx512_f", False)
+
+
 def take() -> None:
     """Hide from vLLM and oneDNN what the path does not have; before either is imported."""
     wanted = os.environ.get(VARIABLE)
