@@ -207,7 +207,8 @@ test-torchft: $(TORCHFT_STAMP) $(LIBRARY)
 	@$(PRIVATE) PYTHONPATH=$(CURDIR) $(TORCHFT)/bin/python -m tests.groups.torchft_cases $(WORDS)
 
 vllm: $(VLLM_STAMP)
-	@$(PRIVATE) $(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
+	@$(PRIVATE) $(if $(CPU),PYTHONPATH=$(CURDIR)/tests/vllm/forced ETHA_TEST_CPU=$(CPU)) \
+		$(VLLM_BIN)/python $(VLLM_EXAMPLE)/launch.py $(if $(PAUSE),--pause $(PAUSE))
 
 # Three engines on the CPU follow what a trainer publishes; one is killed and starts again. WORKERS=1,2: other engines.
 vllm-fleet: $(VLLM_STAMP)
