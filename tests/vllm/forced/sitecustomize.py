@@ -7,6 +7,6 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[3]))
-from tests.vllm import cpu_paths  # noqa: E402
+from tests.vllm import cpu_paths
 
 cpu_paths.take()
