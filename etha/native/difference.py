@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etha.config import native_allowed
+from etha.native.opened import opened
 
 #: Bytes that are compared at a time; the last block may be shorter.
 BLOCK = 1 << 16
@@ -152,11 +152,4 @@ def _check(newer: Bytes, older: Bytes | None, item: int, out: Bytes) -> None:
 @cache
 def load_difference() -> DifferenceLibrary:
     """The compiled library if there is one of this source, and ``ETHA_NATIVE=0`` does not forbid it; else NumPy."""
-    from etha.native.build import LIBRARY, is_current
-
-    if native_allowed() and is_current(LIBRARY):
-        try:
-            return CompiledDifference(str(LIBRARY))
-        except (OSError, AttributeError):  # compiled for another machine; etha.native says why
-            pass
-    return PythonDifference()
+    return opened(CompiledDifference) or PythonDifference()

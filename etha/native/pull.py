@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-from etha.config import native_allowed
+from etha.native.opened import opened
 
 
 class PullStruct(ctypes.Structure):
@@ -46,12 +46,5 @@ class PullLibrary:
 
 @cache
 def load_pull() -> PullLibrary | None:
-    """The compiled library, if there is one of this source and ``ETHA_NATIVE=0`` does not forbid it."""
-    from etha.native.build import LIBRARY, is_current
-
-    if not native_allowed() or not is_current(LIBRARY):
-        return None
-    try:
-        return PullLibrary(str(LIBRARY))
-    except (OSError, AttributeError):  # compiled for another machine; etha.native says why
-        return None
+    """The compiled library; None where there is none, or ``ETHA_NATIVE=0`` forbids it."""
+    return opened(PullLibrary)

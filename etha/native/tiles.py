@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from etha.config import native_allowed
+from etha.native.opened import opened
 
 #: Most axes of a tile in the table.
 AXES = 8
@@ -52,12 +52,5 @@ class TileLibrary:
 
 @cache
 def load_tiles() -> TileLibrary | None:
-    """The compiled library, if there is one of this source and ``ETHA_NATIVE=0`` does not forbid it."""
-    from etha.native.build import LIBRARY, is_current
-
-    if not native_allowed() or not is_current(LIBRARY):
-        return None
-    try:
-        return TileLibrary(str(LIBRARY))
-    except (OSError, AttributeError):  # compiled for another machine; etha.native says why
-        return None
+    """The compiled library; None where there is none, or ``ETHA_NATIVE=0`` forbids it."""
+    return opened(TileLibrary)

@@ -1,8 +1,8 @@
 """The copies themselves: how one lane thread carries out a run of operations.
 
-The operations of one call have one path, and one process if a process is read or written directly. Python only makes
-system calls and torch calls, which release the GIL; a step moves hundreds of KB. Copies with a device at one end go to
-the workspace's copier (device.py).
+The operations of one call have one path, and one process if a process is read or written directly. Python only calls
+the system, torch and compiled loops (mapped.py), which release the GIL; a step moves hundreds of KB. Copies with a
+device at one end go to the workspace's copier (device.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Copies between two mapped tensors, many in one call, without the interpreter's lock.
+"""Copies between mapped tensors in compiled loops: many in one call, without the interpreter's lock.
 
-Casts, and boxes whose runs are so short that torch's own loops are quicker, are left to torch (cpu.py).
+Casts are left to torch (cpu.py), and so are short runs, which its own loops copy faster.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ class MappedCopies:
 
 
 def copy_compiled(ops: Sequence[Op]) -> list[Op]:
-    """Carry out what the compiled loops copy of mapped operations; the others are returned."""
+    """Carry out those of the mapped operations that the compiled loops copy, and return the others."""
     library = load_tiles()
     if library is None:
         return list(ops)
     chosen = [op for op in ops if compiled(op.tile)]
     if chosen:
-        numbers: dict[int, int] = {}
-        tile = np.array([numbers.setdefault(id(op.tile), len(numbers)) for op in chosen], np.int32)
-        tiles = list({id(op.tile): op.tile for op in chosen}.values())
+        tiles = {id(op.tile): op.tile for op in chosen}
+        numbers = {key: number for number, key in enumerate(tiles)}
+        tile = np.array([numbers[id(op.tile)] for op in chosen], np.int32)
         source = np.array([op.source_address for op in chosen], np.uint64)
         target = np.array([op.target_address for op in chosen], np.uint64)
         ends = [(v.address, v.address + v.nbytes) for op in chosen for v in (op.source, op.target)]
         spans = np.array(ends, np.uint64).reshape(-1, 4)
-        MappedCopies(library, tiles, tile, source, target, spans).run(0, len(chosen))
-    return [op for op in ops if not compiled(op.tile)] if len(chosen) < len(ops) else []
+        MappedCopies(library, list(tiles.values()), tile, source, target, spans).run(0, len(chosen))
+    return [op for op in ops if not compiled(op.tile)]

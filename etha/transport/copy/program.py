@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PIECE = 8 << 20
 #: Smallest payload of a piece, and the number of pieces that lets a transfer's threads end together.
 MIN_PIECE, PIECES = 256 << 10, 48
-#: Most operations of one piece, because each small one costs interpreter time.
+#: Most operations of one piece, because each small one may cost interpreter time.
 MAX_OPS = 512
 #: A piece's tables are kept from one transfer to the next if the piece has that many times their bytes.
 KEPT_SHARE = 128
@@ -194,17 +194,23 @@ class Program:
         piece = self.pieces[index]
         if piece.other is not None:
             piece.other.run(work)
-        elif self.tiles[self.tile[piece.first]].path is Path.DEVICE and (launch := self.launch(index, work.device)):
+            return piece.nbytes
+        path = self.tiles[self.tile[piece.first]].path
+        if path is Path.DEVICE and (launch := self.launch(index, work.device)):
             work.wrote = True
             work.device.run(launch)
-        elif (copies := self._mapped) is not None and self._compiled[self.tile[piece.first : piece.last]].all():
+        elif path is Path.MAPPED and (copies := self._compiled_copies(piece)):
             work.wrote = True
             copies.run(piece.first, piece.last)
-        elif self.tiles[self.tile[piece.first]].path in (Path.READ, Path.WRITE):
+        elif path in (Path.READ, Path.WRITE):
             self._run_direct(index, work)
         else:
             cpu.run(self.ops(piece), work)
         return piece.nbytes
+
+    def _compiled_copies(self, piece: CopyPiece) -> MappedCopies | None:
+        """What copies all of a mapped piece without an operation in Python; None if nothing does."""
+        return self._mapped if self._compiled[self.tile[piece.first : piece.last]].all() else None
 
     def _run_direct(self, index: int, work: Workspace) -> None:
         copies = self.tables.get(index)
@@ -222,9 +228,9 @@ class Program:
 
     @cached_property
     def _mapped(self) -> MappedCopies | None:
-        """All operations for the compiled loops. None if there are no such loops, or nothing for them."""
+        """All operations for the compiled loops; None where there is no such library."""
         library = load_tiles()
-        if library is None or not self._compiled.any():
+        if library is None:
             return None
         ends = [
             (s.address, s.address + s.nbytes, t.address, t.address + t.nbytes)
