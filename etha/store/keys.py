@@ -335,7 +335,7 @@ TABLE: tuple[KeyKind, ...] = (
             "unfit": "while it waits: why no holder of a newer version can feed it; empty if one can",
             "puts": "of the publisher: versions that this launch has announced",
             "announced": "of the publisher: seq of the last of them",
-            "silent": "ms since 1970 at which a rank was seen first whose agent does not answer; 0: all answer",
+            "silent": "ms since 1970 at which a rank was seen first that is missing, or whose agent is silent; 0: none",
             "pending": "JSON list of what its buffers hold, put back while ranks are missing after Redis has lost "
             "them, or empty",
             "put": "of the publisher: JSON object of the put that runs: put, seq, slot, labels of the ranks that have "

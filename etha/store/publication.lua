@@ -673,6 +673,16 @@ local function retired_text(side, launch)
   return nil
 end
 
+-- Why this launch of a side is over; nil if it is not, or nothing is known of it.
+local function over_text(side, launch_serial)
+  for i = #retired, 1, -1 do
+    if retired[i][3] == launch_serial and string.sub(retired[i][1], 1, #side + 1) == side .. '/' then
+      return 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over: ' .. retired[i][2]
+    end
+  end
+  return nil
+end
+
 -- A put takes the version out of its slot. Until a rank writes there it can be put back.
 local function put_back(id, put)
   local h = holder(id)
@@ -719,15 +729,10 @@ end
 local function current_side(side, launch_serial)
   local S = hash(side_key(side))
   if S.serial and number(S.serial) == launch_serial then return S end
+  local text = over_text(side, launch_serial)
+  if text then return nil, refuse('group_lost', text) end
   local code = S.serial and number(S.serial) > launch_serial and 'group_lost' or 'forgotten'
-  local text = 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over'
-  for i = #retired, 1, -1 do
-    if retired[i][3] == launch_serial and string.sub(retired[i][1], 1, #side + 1) == side .. '/' then
-      code, text = 'group_lost', text .. ': ' .. retired[i][2]
-      break
-    end
-  end
-  return nil, refuse(code, text)
+  return nil, refuse(code, 'this launch of ' .. side .. ' in publication ' .. req.publication .. ' is over')
 end
 
 -- Write back what has changed.
@@ -748,18 +753,21 @@ local function finish()
   if (P.description or '') ~= '' then keep(table_key(P.description)) end
 end
 
--- End a side one of whose agents has not answered for longer than a lease since that was seen first (a Redis that was
--- restored does not know the agents until their next beat). Answers the refusal, nil if the side goes on.
+-- End a side that was complete, and of which a rank is missing or its agent has not answered for longer than a lease since
+-- that was seen first. (A Redis that was restored does not know the agents until their next beat; and of an empty one the
+-- agents put back their ranks one after the other, but not a rank that has left before.) Answers the refusal, nil if the
+-- side goes on.
 local function end_if_silent(side, S, ranks)
   for rank = 0, number(S.world) - 1 do
     local m = ranks[rank]
-    if m and not served({m.agent}) then
+    if not m or not served({m.agent}) then
       if number(S.silent) == 0 then
         S.silent = int(now)
         redis.call('HSET', side_key(side), 'silent', S.silent)
       end
       if now - number(S.silent) <= req.agent_lease then return nil end
-      local text = 'the agent of rank ' .. int(rank) .. ' of ' .. side .. ' (' .. shown(m) .. ') does not answer'
+      local text = 'rank ' .. int(rank) .. ' of ' .. side .. ' has left'
+      if m then text = 'the agent of rank ' .. int(rank) .. ' of ' .. side .. ' (' .. shown(m) .. ') does not answer' end
       end_side(side, S, 'died', text)
       lapse()
       match()

@@ -50,6 +50,8 @@ end
 
 -- 2. The launch.
 local text = req.launch and retired_text(side, req.launch)
+-- An agent that puts its rank back may not have heard that another rank has left.
+if req.serial > 0 then text = text or over_text(side, req.serial) end
 if text then return refuse('group_lost', text) end
 local mine = ranks[rank]
 local opens = not S.launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -74,6 +75,29 @@ async def until_newest(server: Server, publication: str, seq: int) -> None:
     ):
         while await store.publications.newest(publication) != seq:
             await changed()
+
+
+async def until_left(server: Server, publication: str, subscriber: str) -> None:
+    """Wait until Redis knows no ``subscriber`` any more."""
+    async with (
+        asyncio.timeout(30),
+        await Store.open(server.url, "default", timeout=10) as store,
+        store.changes(store.keys.publication_side(publication, subscriber)) as changed,
+    ):
+        while (view := await store.publications.view(publication)) and any(
+            one.name == subscriber for one in view.subscribers
+        ):
+            await changed()
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 async def test_a_hop_ends_well_without_redis_and_afterwards_everything_goes_on(home: Site, disk: Disk) -> None:
@@ -261,3 +285,55 @@ async def test_a_publisher_on_two_hosts_serves_what_it_has_from_an_empty_redis(
                 os.kill(pid, signal.SIGCONT)
             late = await fleet.subscribe("late", COLUMNS, serve=False)
             assert (await late.next(timeout=30)).version == 1
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+async def test_a_rank_leaves_before_the_agent_of_another_has_put_its_own_back(
+    emptied: bool, home: Site, disk: Disk
+) -> None:
+    """That one is not left alone in a launch that is over. An empty Redis does not know that it is."""
+
+    def where(side: str, rank: int) -> str:
+        return "a" if side == "trainer" else f"b{rank}"
+
+    async with Fleet(home, "p", SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica = await fleet.subscribe("replica", ROWS, atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        left, right = replica.subscriptions
+        pid = (await replica.clients[1].status())["agent"]["pid"]
+        waiting = asyncio.ensure_future(right.next(timeout=60))
+        if emptied:
+            with stopped(pid):
+                await left.close()
+                await until_left(disk.server, "p", "replica")
+                disk.lose()
+        else:
+            disk.server.stop()
+            with stopped(pid):
+                await left.close()
+                disk.server.start()
+                await until_left(disk.server, "p", "replica")
+        with pytest.raises(etha.PeerLostError, match=r"rank 0 of replica"):
+            async with asyncio.timeout(30):
+                await waiting
+
+
+async def test_a_rank_of_a_publisher_leaves_before_the_agent_of_another_has_put_its_own_back(
+    home: Site, disk: Disk
+) -> None:
+    def where(side: str, rank: int) -> str:
+        return f"a{rank}" if side == "trainer" else "b"
+
+    async with Fleet(home, "p", SHAPES, where=where) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", Cut(), atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        pid = (await trainer.clients[1].status())["agent"]["pid"]
+        with stopped(pid):
+            await trainer.publications[0].close()
+            disk.lose()
+        with pytest.raises(etha.PeerLostError, match=r"rank 0 of trainer"):
+            await trainer.put_rank(1, 2, timeout=30)

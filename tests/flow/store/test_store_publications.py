@@ -16,7 +16,7 @@ from etha.agent.protocol.sources import Holder, HolderSlot, Hop, Sources
 from etha.errors import ConfigError, EthaError, GroupLostError
 from etha.plan.layouts.element_set import element_set, includes
 from etha.plan.layouts.region import read_product
-from etha.store.keys import CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
+from etha.store.keys import AGENT_LEASE, CLAIM_LEASE, HISTORY_LEASE, MAX_VERSIONS, TABLE
 from etha.store.publication_records import (
     ClaimAnswer,
     ClaimRequest,
@@ -658,6 +658,37 @@ async def test_what_redis_has_lost_is_put_back(server: Server) -> None:
         again.calls["r"] = 9
         claim = await again.claim("r", newer_than=2)
         assert claim.seq == 3 and claim.number > running.number
+
+
+async def test_a_rank_is_not_put_back_into_a_launch_that_is_over(fleet: Fleet) -> None:
+    """Redis was away; another rank has left before the agent of this one has put it back."""
+    for rank in range(2):
+        await fleet.enter("r", 1 + rank, rank=rank, world=2)
+    await fleet.publications.leave("p", "r", 0, process(1), "died")
+    launched, entrance = fleet.sides["r"], PublicationRank(
+        publication="p", side="r", role="subscriber", rank=1, world=2, tensors=table(), slots=1
+    )  # fmt: skip
+    put_back = replace(entrance, serial=launched.serial, launch=launched.launch)
+    fleet.publications.held["p", "r", 1] = (put_back, process(2))
+    await fleet.publications.restore(10)
+    with pytest.raises(GroupLostError, match=r"rank 0 of r .pid 1001 on host far. died"):
+        await fleet.ask("r")
+    del fleet.publications.held["p", "r", 1]
+    assert not (await fleet.enter("r", 2, rank=1, world=2)).complete, "a later launch may come"
+    assert (await fleet.enter("r", 1, rank=0, world=2)).complete
+
+
+async def test_a_launch_that_misses_a_rank_for_longer_than_a_lease_is_over(fleet: Fleet) -> None:
+    """An empty Redis does not know that it has left."""
+    await fleet.enter("r", 2, rank=1, world=2)
+    assert (await fleet.ask("r")).claim is None
+    client, keys = fleet.store._session.connection._client, fleet.store.keys
+    side = keys.publication_side("p", "r")
+    since = int(await client.hget(side, "silent"))
+    assert since > 0
+    await client.hset(side, "silent", since - int(AGENT_LEASE * 1000) - 1)
+    with pytest.raises(GroupLostError, match="rank 0 of r has left"):
+        await fleet.ask("r", again=True)
 
 
 async def test_what_is_written_is_in_the_key_table_and_leased(fleet: Fleet) -> None:
