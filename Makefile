@@ -45,7 +45,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Without a C compiler there is none, and Python does its work.
-$(LIBRARY): etha/native/executor.c etha/native/streams.c etha/native/pull.c etha/native/build.py $(STAMP)
+$(LIBRARY): $(wildcard etha/native/*.c) etha/native/build.py $(STAMP)
 	$(BIN)/python etha/native/build.py
 	touch -c $@
 

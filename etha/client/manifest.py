@@ -32,7 +32,8 @@ from etha.client.arguments.checks import (
     shown,
 )
 from etha.client.arguments.world import RankInfo, check_mesh
-from etha.client.memory.base import TensorMemory, fingerprint, memory_of
+from etha.client.memory.base import TensorMemory
+from etha.client.memory.unmoved import Unmoved, fingerprint, memory_of
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
@@ -139,6 +140,10 @@ class TensorManifest:
     def same_tensors(self, other: TensorManifest) -> bool:
         """Whether both name the same memory under the same names and layouts, in any order of a mapping."""
         return (self.form, self.pairs, self._named()) == (other.form, other.pairs, other._named())
+
+    def unmoved(self) -> Unmoved:
+        """Where all of them lie now."""
+        return Unmoved([(item.name, item.owner) for item in self.items])
 
     def _named(self) -> dict[str, tuple[object, ...]]:
         # A list's names are its positions.

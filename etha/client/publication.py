@@ -35,12 +35,11 @@ from etha.client.arguments.checks import check_timeout, check_version, shown
 from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
 from etha.client.manifest import Item, TensorManifest
-from etha.client.memory.base import Fingerprint, fingerprint, memory_of, moved
 from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
 from etha.client.tasks import Deadline, Shield
 from etha.config import MAX_WORLD
-from etha.errors import AgentLostError, ConfigError, RegistrationError, TransferTimeoutError
+from etha.errors import AgentLostError, ConfigError, TransferTimeoutError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.room import check_room
@@ -141,24 +140,6 @@ def entries_of(manifest: TensorManifest, handles: Sequence[TensorHandle]) -> tup
     return entries, tuple(layout.to_plain() for layout in layouts)
 
 
-class Unmoved:
-    """Finds out whether registered tensors still lie where they did."""
-
-    def __init__(self, manifest: TensorManifest, what: str) -> None:
-        self._items, self._what = manifest.items, what
-        self._fingerprints: tuple[Fingerprint, ...] = tuple(fingerprint(memory_of(item.owner)) for item in self._items)
-
-    def check(self) -> None:
-        """RegistrationError that names every tensor whose memory, shape, stride or dtype has changed."""
-        changed = moved([memory_of(item.owner) for item in self._items], self._fingerprints)
-        if changed:
-            names = ", ".join(repr(self._items[i].name) for i in changed[:10])
-            raise RegistrationError(
-                f"{self._what}: memory, shape, stride or dtype of {len(changed)} of its tensors has changed: {names}; "
-                f"close it and register the tensors again"
-            )
-
-
 class AsyncPublication(OfOneProcess):
     """What ``AsyncTensorBusClient.publish`` returns. ``async with`` closes it."""
 
@@ -178,7 +159,7 @@ class AsyncPublication(OfOneProcess):
         self.name, self.publisher = name, publisher
         self._connection, self._calls, self._place = connection, calls, place
         self._manifest, self._timeout, self._check_usable = manifest, timeout, check_usable
-        self._unmoved = Unmoved(manifest, self._what)
+        self._unmoved = manifest.unmoved()
         self._slots: Slots | None = None
         self._turn = asyncio.Lock()
         self._number, self._failed = 0, False
@@ -249,7 +230,7 @@ class AsyncPublication(OfOneProcess):
             await self._take_turn(deadline)
             try:
                 self._check()
-                self._unmoved.check()
+                self._unmoved.check(self._what)
                 self._check_whole()
                 number = self._number + 1
                 if self._place.world_size == 1:  # a put that fails may be announced all the same: the next is another

@@ -16,8 +16,9 @@ from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Moved
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection
 from etha.client.manifest import TensorManifest
-from etha.client.memory.base import Fingerprint, StagedTensors, TensorMemory, fingerprint, memory_of, moved
+from etha.client.memory.base import StagedTensors, TensorMemory
 from etha.client.memory.segments import SegmentUse
+from etha.client.memory.unmoved import Unmoved
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
 from etha.memory.handles import span_nbytes
@@ -76,7 +77,7 @@ class Registration:
     #: Whether the agent was asked to unmap what only this batch used.
     released: bool = False
     leaving: asyncio.Lock = field(default_factory=asyncio.Lock)
-    fingerprints: tuple[Fingerprint, ...] = ()
+    unmoved: Unmoved = field(default_factory=lambda: Unmoved(()))
     #: Held while a call stages or applies, so that two calls of one worker never mix versions.
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     #: The memory for snapshots once one was taken, the newest snapshot, and how many had no label.
@@ -87,7 +88,7 @@ class Registration:
     pull_tables: dict[int, PullTable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.fingerprints = tuple(fingerprint(memory_of(item.owner)) for item in self.manifest.items)
+        self.unmoved = self.manifest.unmoved()
 
     @property
     def stage(self) -> StagedTensors:
@@ -101,13 +102,7 @@ class Registration:
 
     def check_unmoved(self) -> None:
         """RegistrationError that names every tensor whose memory, shape, stride or dtype has changed."""
-        changed = moved([memory_of(item.owner) for item in self.manifest.items], self.fingerprints)
-        if changed:
-            names = ", ".join(repr(self.manifest.items[i].name) for i in changed[:10])
-            raise RegistrationError(
-                f"batch {self.batch!r}: memory, shape, stride or dtype of {len(changed)} registered tensors has "
-                f"changed since register_tensors: {names}; close the handle and register them again"
-            )
+        self.unmoved.check(f"batch {self.batch!r}")
 
     @property
     def in_place(self) -> bool:
@@ -176,7 +171,7 @@ class Registration:
         if self.calls or (self.open and self.lost() is None):
             return
         self.manifest = replace(self.manifest, items=(), refusals=())
-        self.fingerprints = ()
+        self.unmoved = Unmoved(())
         self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.aside = self.snapshot = None
         self.pull_tables = {}

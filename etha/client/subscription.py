@@ -36,7 +36,7 @@ from etha.client.connection import AgentConnection
 from etha.client.manifest import PairDefaults, TensorManifest
 from etha.client.memory.base import StagedTensors
 from etha.client.one_process import OfOneProcess
-from etha.client.publication import Lost, Slots, Unmoved, entries_of, give_segments
+from etha.client.publication import Lost, Slots, entries_of, give_segments
 from etha.client.registration import Registration
 from etha.client.results import AsyncPair, OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -172,7 +172,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         self._client, self._connection, self._calls = client, connection, calls
         self._defaults, self._manifest, self._atomic, self._serve = defaults, manifest, atomic, serve
         self._timeout, self._check_usable, self._closed = timeout, check_usable, closed
-        self._unmoved = Unmoved(manifest, self._what)
+        self._unmoved = manifest.unmoved()
         self._shadows: StagedTensors | None = None
         #: What it holds: the newest version received whole, or none.
         self._seq, self._version = 0, None  # type: tuple[int, Version]
@@ -350,7 +350,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         failed: EthaError | None = None
         avoid: list[int] = []
         while True:
-            self._unmoved.check()
+            self._unmoved.check(self._what)
             claimed = await self._ask(newer_than, version, tuple(avoid), failed, deadline)
             commit = _Commit(on_commit)
             try:

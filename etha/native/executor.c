@@ -851,3 +851,4 @@ void etha_kick(etha_progress_args *a) {
 #include "pull.c"
 #include "difference.c"
 #include "tiles.c"
+#include "unmoved.c"

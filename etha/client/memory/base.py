@@ -6,8 +6,6 @@ show        what the agent needs to map it
 mark        the device work that must come before a call
 reach       wait for that work in this process
 copy        live tensors <-> their staging
-
-``fingerprint`` and ``moved`` tell whether a registered tensor has moved.
 """
 
 from __future__ import annotations
@@ -23,10 +21,6 @@ from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver, installed_driver
 from etha.errors import RegistrationError, TransferError
 from etha.memory.handles import TensorHandle
-from etha.torch_types import is_async_collective, is_dtensor
-
-#: (address, shape, strides, dtype)
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _nothing() -> None:
@@ -168,32 +162,3 @@ def home_name(tensor: torch.Tensor) -> str:
         return (one.holds(tensor) if one is not None else None) or "cpu"
     except DeviceError as error:
         raise RegistrationError(f"the GPU of a tensor on {tensor.device}: {error}; `etha doctor` says more") from error
-
-
-#: Classes whose instances hold their own memory.
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a registered one uses now: its local tensor, or itself."""
-    if type(tensor) in _PLAIN:  # each transfer asks for each tensor
-        return tensor
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
-    return local.elem if is_async_collective(local) else local
-
-
-def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """What must not change between registration and transfer: (address, shape, strides, dtype)."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def moved(tensors: Sequence[torch.Tensor], registered: Sequence[Fingerprint]) -> list[int]:
-    """Indices of the tensors that are not where they were when ``registered`` was taken.
-
-    It runs before every transfer and takes about 1 us for each tensor.
-    """
-    return [
-        i
-        for i, (t, (address, shape, strides, dtype)) in enumerate(zip(tensors, registered, strict=True))
-        if t.data_ptr() != address or t.dtype is not dtype or t.stride() != strides or t.shape != shape
-    ]

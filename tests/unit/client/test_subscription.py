@@ -9,6 +9,7 @@ import pytest
 
 from etha.bus.messages import ClaimLost, ClaimVersion, EndHop, Ok, VersionClaimed
 from etha.client.active_calls import ActiveCalls
+from etha.client.manifest import TensorManifest
 from etha.client.subscription import AsyncSubscription
 from etha.errors import ConfigError
 
@@ -41,7 +42,7 @@ async def test_a_claim_that_ends_before_its_hop_has_begun_is_asked_for_again() -
         name="policy",
         subscriber="r",
         defaults=SimpleNamespace(),  # type: ignore[arg-type]
-        manifest=SimpleNamespace(items=()),  # type: ignore[arg-type]
+        manifest=TensorManifest(form="map", pairs=(), items=(), refusals=()),
         atomic=False,
         serve=False,
         timeout=10,
