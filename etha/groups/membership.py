@@ -7,10 +7,13 @@ down here so that every order of events can be walked. ``GroupRoster`` is what R
 2. It forms once no replica is missing: one of the last epoch that may still come (until ``timeout`` if its agent
    answers and nobody has waited for it in vain before, until ``grace`` otherwise), or one of which only some ranks have
    come (until ``grace``). And at least as many replicas must be there as any of them wants.
-3. It has a replica of the last epoch, unless none of those is left. A commit needs every member of its epoch, and who
-   has entered the next epoch votes no more in the last. So two epochs never commit side by side, though nobody has a
-   majority.
-4. The most advanced come first: by the last epoch whose state they have, then by step, then by who came first. Those
+3. It has an heir of the last epoch, unless nobody of that epoch is left: a replica that counted in it, or has loaded
+   its state since. A commit needs every member of its epoch, and who has entered the next epoch votes no more in the
+   last. So two epochs never commit side by side, though nobody has a majority; and a newcomer that could not load does
+   not begin anew while somebody lives who has the weights.
+4. It has a replica with the state with which the last epoch began, or a later one, unless nobody who was ever in an
+   epoch is left.
+5. The most advanced come first: by the last epoch whose state they have, then by step, then by who came first. Those
    that are as far as the first count. Steps of different epochs are never compared, because a member that was left out
    may have the same number of steps and other weights.
 """
@@ -47,6 +50,11 @@ class ReplicaEntry:
         return all(rank in self.ranks and self.ranks[rank].wants for rank in range(world))
 
     @property
+    def admitted(self) -> bool:
+        """Whether it was ever in an epoch, and so may have a state."""
+        return any(r.epoch > 0 for r in self.ranks.values())
+
+    @property
     def progress(self) -> tuple[int, int]:
         """How far it is: the last epoch whose state all its ranks have, and the step that all have reached."""
         return min(r.last for r in self.ranks.values()), min(r.step for r in self.ranks.values())
@@ -79,6 +87,8 @@ class GroupRoster:
     epoch: int = 0
     serial: int = 0
     opened: int = 0
+    #: The epoch whose state the first member of the last epoch brought.
+    base: int = 0
     replicas: Mapping[str, ReplicaEntry] = field(default_factory=dict)
     suspects: frozenset[str] = frozenset()
     members: tuple[SeatedMember, ...] = ()
@@ -111,10 +121,12 @@ class GroupRoster:
         mine = replace(mine, ranks={**mine.ranks, rank: entry})
         replicas[replica] = mine
         suspected = self.suspects - {replica}
+        before = replace(self, replicas=replicas)
         if entry.wants:
             suspected |= (suspects & replicas.keys()) - {replica}
             for name in sorted((unmet & replicas.keys()) - {replica}):
-                loser = name if replicas[name].since > replicas[replica].since else replica
+                # The one that has the weights goes on; of two that have them, the older one.
+                loser = max((replica, name), key=lambda one: (not before._counted(one), before.replicas[one].since))
                 replicas[loser] = _paused(replicas[loser], now)
         epoch = max(self.epoch, entry.epoch)
         return replace(self, replicas=replicas, serial=serial, suspects=suspected, epoch=epoch).form(now)
@@ -135,6 +147,14 @@ class GroupRoster:
     def previous(self, name: str) -> bool:
         """Whether a replica was in the last epoch."""
         return self.epoch > 0 and any(r.epoch == self.epoch for r in self.replicas[name].ranks.values())
+
+    def _counted(self, name: str) -> bool:
+        """Whether a replica was in the last epoch, and as far as the first."""
+        return self.previous(name) and any(one.replica == name and one.counts for one in self.members)
+
+    def _heir(self, name: str) -> bool:
+        """Whether a replica has what the last epoch has committed, but for a step."""
+        return self._counted(name) or self.replicas[name].progress[0] == self.epoch > 0
 
     def _wants(self, name: str) -> bool:
         return any(r.wants for r in self.replicas[name].ranks.values())
@@ -187,11 +207,14 @@ class GroupRoster:
             for n in absent
             if self.replicas[n].not_before <= now and (self.previous(n) or self._wants(n)) and now < self._deadline(n)
         ]
-        if waits or any(self.previous(name) for name in ready):
+        if waits:
             return waits
-        # Rule 3: somebody of the last epoch must come, as long as anybody of it may.
-        hold = self.opened + self.grace
-        return [n for n in absent if self.previous(n) and (self.replicas[n].served or now < hold)]
+        may_come = [n for n in absent if self.replicas[n].served or now < self.opened + self.grace]
+        if not any(self._heir(name) for name in ready):  # rule 3
+            waits = [n for n in may_come if self.previous(n)]
+        if not waits and ready and self.replicas[ready[0]].progress[0] < self.base:  # rule 4
+            waits = [n for n in may_come if self.replicas[n].admitted]
+        return waits
 
     def _formed(self, chosen: list[str]) -> GroupRoster:
         epoch, top = self.epoch + 1, self.replicas[chosen[0]].progress
@@ -202,7 +225,9 @@ class GroupRoster:
             members.append(SeatedMember(replica=name, step=one.progress[1], counts=one.progress == top))
             ranks = {rank: replace(entry, epoch=epoch, wants=False) for rank, entry in one.ranks.items()}
             replicas[name] = replace(one, ranks=ranks)
-        return replace(self, epoch=epoch, opened=0, suspects=frozenset(), replicas=replicas, members=tuple(members))
+        return replace(
+            self, epoch=epoch, opened=0, base=top[0], suspects=frozenset(), replicas=replicas, members=tuple(members)
+        )
 
 
 def _paused(one: ReplicaEntry, now: int) -> ReplicaEntry:

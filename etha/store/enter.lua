@@ -78,7 +78,10 @@ if req.wants and not again then
     local other = replicas[name]
     if other and name ~= replica then
       local loser, winner = r, name
-      if number(other.since) > number(r.since) then loser, winner = other, replica end
+      local mine_counted, its_counted = counted(replica) or false, counted(name) or false
+      local worse = mine_counted and not its_counted
+      if mine_counted == its_counted then worse = number(other.since) > number(r.since) end
+      if worse then loser, winner = other, replica end
       if number(loser.not_before) <= now then
         loser.pause = math.min(60000, math.max(5000, 2 * number(loser.pause)))
         loser.not_before = now + loser.pause

@@ -62,6 +62,28 @@ local function previous(r)
   for _, m in pairs(r.ranks) do if epoch > 0 and m.epoch == epoch then return true end end
   return false
 end
+-- How far a replica is: the last epoch whose state all its ranks have, and the step.
+local function progress(r)
+  local last, step = nil, nil
+  for _, m in pairs(r.ranks) do
+    if not last or m.last < last then last = m.last end
+    if not step or m.step < step then step = m.step end
+  end
+  return last, step
+end
+-- It was in the last epoch, and as far as the first.
+local seated = {}
+for _, one in ipairs(object(G.members) or {}) do
+  if one.counts then seated[one.replica] = true end
+end
+local function counted(name) return seated[name] and previous(replicas[name]) end
+-- It has what the last epoch has committed, but for a step.
+local function heir(name) return counted(name) or (epoch > 0 and progress(replicas[name]) == epoch) end
+-- It was ever in an epoch, and so may have a state.
+local function admitted(r)
+  for _, m in pairs(r.ranks) do if m.epoch > 0 then return true end end
+  return false
+end
 local function shown(m) return 'pid ' .. int(m.pid) .. ' on host ' .. ((m.name or '') ~= '' and m.name or m.host) end
 
 -- Whether the last epoch cannot go on, because a replica of it has ended or could not reach another.
@@ -109,15 +131,6 @@ local function torn(r, others)
   return nil
 end
 
--- How far a replica is: the last epoch whose state all its ranks have, and the step.
-local function progress(r)
-  local last, step = nil, nil
-  for _, m in pairs(r.ranks) do
-    if not last or m.last < last then last = m.last end
-    if not step or m.step < step then step = m.step end
-  end
-  return last, step
-end
 local function ahead(a, b)
   local last, step = progress(replicas[a])
   local other_last, other_step = progress(replicas[b])
@@ -146,22 +159,33 @@ local function form()
   end
   if opened == 0 then opened = now end
   local timeout_at, grace_at = opened + number(G.timeout), opened + number(G.grace)
-  local chosen, least, waits, chained, chain_left = {}, 1, {}, false, {}
+  local chosen, least, waits, inherits, newest, absent = {}, 1, {}, false, -1, {}
   for name, r in pairs(replicas) do
     if complete(r) and all_served(r) and number(r.not_before) <= now then
       chosen[#chosen + 1] = name
       least = math.max(least, number(r.ranks[0].least))
-      chained = chained or previous(r)
+      inherits = inherits or heir(name)
+      local last = progress(r)
+      newest = math.max(newest, last)
     else
       local by = (previous(r) and all_served(r) and not suspects[name]) and timeout_at or grace_at
       if number(r.not_before) <= now and (previous(r) or any_wants(r)) and now < by then
         waits[#waits + 1] = name
         later(by)
       end
-      if previous(r) and (all_served(r) or now < grace_at) then chain_left[#chain_left + 1] = name end
+      if all_served(r) or now < grace_at then absent[#absent + 1] = name end
     end
   end
-  if #waits == 0 and not chained then waits = chain_left end
+  local function left(fits)
+    for _, name in ipairs(absent) do
+      if fits(replicas[name]) then
+        waits[#waits + 1] = name
+        if not all_served(replicas[name]) then later(grace_at) end
+      end
+    end
+  end
+  if #waits == 0 and not inherits then left(previous) end
+  if #waits == 0 and #chosen > 0 and newest < number(G.base) then left(admitted) end
   if #waits == 0 and #chosen >= least then
     table.sort(chosen, function(a, b)
       if ahead(a, b) then return true end
@@ -175,6 +199,7 @@ local function form()
       return form()
     end
     epoch, opened, suspects, broken = epoch + 1, 0, {}, false
+    G.base, seated = int(progress(replicas[first])), {}
     local members = {}
     for index, name in ipairs(chosen) do
       local r, at = replicas[name], {}
@@ -185,6 +210,7 @@ local function form()
       end
       members[index] = {replica = name, launch = r.launch, step = step, committed = r.ranks[0].committed,
         last = last, counts = not ahead(first, name), at = at}
+      if members[index].counts then seated[name] = true end
     end
     for _, name in ipairs(chosen) do
       local r = replicas[name]
@@ -217,7 +243,7 @@ local function save()
   local state = opened > 0 and 'changing' or (epoch > 0 and 'formed' or 'forming')
   redis.call('HSET', group_key, 'state', state, 'epoch', int(epoch), 'serial', int(serial), 'opened', int(opened),
     'world', int(number(G.world)), 'timeout', int(number(G.timeout)), 'grace', int(number(G.grace)),
-    'replicas', list_text(names), 'members', G.members or '[]', 'retired', list_text(retired),
+    'replicas', list_text(names), 'members', G.members or '[]', 'base', int(number(G.base)), 'retired', list_text(retired),
     'suspects', object_text(suspects), 'broken', broken and '1' or '0')
   redis.call('SADD', PREFIX .. 'groups', req.group)
   keep(PREFIX .. 'groups')

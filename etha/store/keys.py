@@ -231,6 +231,7 @@ TABLE: tuple[KeyKind, ...] = (
             "world": "ranks of each replica",
             "members": "JSON list of the last epoch's replicas in the order of their ranks: replica, launch, step, "
             "committed, last (epoch whose state it has), counts (whether it is not behind), at (its ranks' processes)",
+            "base": "epoch whose state the first of the last epoch's replicas brought",
             "replicas": "JSON list of the replicas that have a key",
             "retired": "JSON list of [REPLICA/LAUNCH, why] of launches that are over, at most 64",
             "suspects": "JSON object of replicas that others have waited for in vain",

@@ -6,6 +6,7 @@ ETHA_SOAK_SEED and ETHA_SOAK_MINUTES change that. The report is what goes to ben
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,17 @@ MINUTES = float(os.environ.get("ETHA_SOAK_MINUTES", "120"))
 pytestmark = [pytest.mark.soak, *namespaces.MARKS]
 
 
+def keep(directory: Path) -> Path:
+    """Copy what agents have written, which ends with the test, to ``build/soak-SEED``."""
+    kept = Path("build") / f"soak-{SEED}"
+    for file in directory.rglob("*"):
+        if file.is_file() and file.suffix in (".log", ".jsonl"):
+            copy = kept / file.relative_to(directory)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    return kept.resolve()
+
+
 @pytest.mark.timeout(60 * MINUTES + 1800)
 def test_everything_is_attacked(tmp_path: Path) -> None:
     with (
@@ -36,6 +48,9 @@ def test_everything_is_attacked(tmp_path: Path) -> None:
         try:
             everything.run(seconds=60 * MINUTES)
             everything.end()
+        except BaseException:
+            print(f"\nlogs and events of the agents are in {keep(site.directory)}")
+            raise
         finally:
             print(f"\nseed {SEED}, {MINUTES:g} minutes: {everything.report()}")
         assert not everything.grown()

@@ -213,6 +213,29 @@ def test_a_newcomer_that_is_stopped_is_left_out_and_loads_later(directory: Path,
         check_equal(job)
 
 
+@pytest.mark.parametrize("moment", moments(OF_SOURCE[:-1], "hear"))  # then the newcomer has everything
+def test_a_newcomer_does_not_begin_anew_while_the_only_source_is_stopped(directory: Path, moment: str) -> None:
+    with replicas(directory, timeout=3.0) as job:
+        # It is stopped in begin(), which it ends with an error after longer than this.
+        source = job.start("a", body=train, placement="plain", directory=str(directory), timeout=60.0)
+        source.until(sized(1))
+        arm(source, moment, "stop")
+        (new,) = replica(job, directory, "new", "plain", 1)
+        source.says("stops")
+        name, text = new.ends()
+        assert name == "GroupTimeoutError" and "replica a" in text, text
+        assert new.logs == [], "it has trained without the weights"
+        last = source.logs[-1].step
+        os.kill(source.pid, signal.SIGCONT)
+        source.until(lambda log: log.committed and log.step > last)
+        (again,) = replica(job, directory, "new", "plain", 1)
+        for one in (source, again):
+            one.until(sized(2))
+        assert again.logs[0].total == 1.0 and again.logs[0].step > last
+        job.end(source, again)
+        check_equal(job)
+
+
 def test_finished_loads_leave_redis_in_the_next_epoch(job: Replicas, directory: Path) -> None:
     (first,) = replica(job, directory, "a", "plain", 1)
     first.until(sized(1))
