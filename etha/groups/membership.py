@@ -84,6 +84,7 @@ class GroupRoster:
     world: int = 1
     timeout: int = 60_000
     grace: int = 3_000
+    lease: int = 10_000
     epoch: int = 0
     serial: int = 0
     opened: int = 0
@@ -209,7 +210,9 @@ class GroupRoster:
         ]
         if waits:
             return waits
-        may_come = [n for n in absent if self.replicas[n].served or now < self.opened + self.grace]
+        # A Redis that was away knows of no agent until that has renewed its lease.
+        silent = self.opened + self.grace + self.lease
+        may_come = [n for n in absent if self.replicas[n].served or now < silent]
         if not any(self._heir(name) for name in ready):  # rule 3
             waits = [n for n in may_come if self.previous(n)]
         if not waits and ready and self.replicas[ready[0]].progress[0] < self.base:  # rule 4

@@ -159,6 +159,8 @@ local function form()
   end
   if opened == 0 then opened = now end
   local timeout_at, grace_at = opened + number(G.timeout), opened + number(G.grace)
+  -- A Redis that was away knows of no agent until that has renewed its lease.
+  local silent_at = grace_at + req.agent_lease
   local chosen, least, waits, inherits, newest, absent = {}, 1, {}, false, -1, {}
   for name, r in pairs(replicas) do
     if complete(r) and all_served(r) and number(r.not_before) <= now then
@@ -173,14 +175,14 @@ local function form()
         waits[#waits + 1] = name
         later(by)
       end
-      if all_served(r) or now < grace_at then absent[#absent + 1] = name end
+      if all_served(r) or now < silent_at then absent[#absent + 1] = name end
     end
   end
   local function left(fits)
     for _, name in ipairs(absent) do
       if fits(replicas[name]) then
         waits[#waits + 1] = name
-        if not all_served(replicas[name]) then later(grace_at) end
+        if not all_served(replicas[name]) then later(silent_at) end
       end
     end
   end

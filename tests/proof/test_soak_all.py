@@ -49,7 +49,9 @@ def test_everything_is_attacked(tmp_path: Path) -> None:
             everything.run(seconds=60 * MINUTES)
             everything.end()
         except BaseException:
-            print(f"\nlogs and events of the agents are in {keep(site.directory)}")
+            kept = keep(site.directory)
+            (kept / "events").write_text("\n".join(map(str, everything.happenings())))
+            print(f"\nlogs and events of the agents are in {kept}")
             raise
         finally:
             print(f"\nseed {SEED}, {MINUTES:g} minutes: {everything.report()}")

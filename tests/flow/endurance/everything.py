@@ -26,6 +26,7 @@ import etha
 from etha import groups
 from etha.config import Settings
 from etha.events import gather
+from etha.observe.history import Happening
 from tests.flow.endurance.footprint import Footprint
 from tests.flow.jobs import Job, Worker, tell
 from tests.flow.networks.namespaces import Hosts
@@ -383,8 +384,9 @@ class Everything(Attack):
         return "Redis killed"
 
     def _start_redis(self) -> None:
-        self._server.start()
-        self._away = False
+        if self._away:
+            self._server.start()
+            self._away = False
 
     # ---- what happens
 
@@ -433,18 +435,21 @@ class Everything(Attack):
                 self._note_lost(side.name, str(worker._end[1]))
         super()._succeed(side)
 
-    def unexplained(self) -> list[str]:
-        """Errors of pairs for which ``etha events`` has nothing that went wrong with that pair at the time."""
+    def happenings(self) -> Sequence[Happening]:
+        """What ``etha events`` tells of all that was done."""
+        self._start_redis()
         with environment(self._site.at(ONE[0])):
             gathered = asyncio.run(
                 gather(Settings.from_env(), since=self._begun, failed=False, timeout=BOUND),
             )
-        found = []
+        return gathered.happenings
+
+    def unexplained(self) -> list[str]:
+        """Errors of pairs for which ``etha events`` has nothing that went wrong with that pair at the time."""
+        happenings, found = self.happenings(), []
         for at, who, text in self.lost:
             pair = who.split()[0]
-            if pair in PAIRS and not any(
-                one.fits(pair) and at - BOUND < one.at < at + BOUND for one in gathered.happenings
-            ):
+            if pair in PAIRS and not any(one.fits(pair) and at - BOUND < one.at < at + BOUND for one in happenings):
                 found.append(f"{who}: {text}")
         return found
 
