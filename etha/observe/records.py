@@ -57,8 +57,9 @@ class TransferRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     GO. ``ranks``: (side, rank) of this agent's workers in it. ``outcome``: see TransferError. ``code``, ``reason``:
     those of the error; "" if committed. ``seconds``: from GO to the end. ``phases``: those of the rank here that called
     first. ``ended_in``: the phase in which it ended, if it was not committed. ``last``: the rank here that called last,
-    ``late`` seconds after the first; None below a millisecond. ``superseded``: the call ended because its
-    worker took a newer snapshot, which is no failure. ``agent``: id of the agent that wrote the line; "" before.
+    ``late`` seconds after the first; None below a millisecond. ``superseded``: the call ended because its worker took a
+    newer snapshot, or because nobody wanted the publisher's version any more, which is no failure. ``agent``: id of the
+    agent that wrote the line; "" before.
     """
 
     at: float

@@ -45,6 +45,10 @@ from etha.peer.messages import (
 
 Key = tuple[str, str]  # (agent, side)
 
+#: Nanoseconds within which ranks of one side whose calls end count as having given up together: they call at about the
+#: same time, with the same timeout.
+TOGETHER = 1_000_000_000
+
 
 def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key, Ready]) -> EthaError | None:
     """What is wrong with ``ready`` in the direction from ``source``, for which all ``wanted`` must come; None if
@@ -201,6 +205,9 @@ class Coordinator(Machine[Phase]):
         self.declined: dict[str, EthaError] = {}
         self.lost_agents: set[str] = set()
         self.offered = False
+        #: When the READY of an agent's side came, and when it was last taken back.
+        self._came: dict[tuple[str, str], int] = {}
+        self._withdrew: dict[tuple[str, str], int] = {}
 
     def hear(self, agent: str, message: Message) -> Outbox:
         """Handle one participant's message. Returns (agent, message) to send, in order."""
@@ -255,6 +262,13 @@ class Coordinator(Machine[Phase]):
             or (found.verb == "send" and found.edition != newest)
         )
 
+    def not_ready(self, side: str, agent: str) -> tuple[tuple[str, int], ...]:
+        """``missing`` for calls of ``agent``'s ranks of ``side`` that end now. The others of this side that have waited
+        beside them and have just given up are not named, because they have waited for the same ranks."""
+        since = max(self._came.get((agent, side), 0), self.now() - TOGETHER)
+        together = {key for key, at in self._withdrew.items() if at >= since}
+        return tuple(m for m in self.missing() if m[0] != side or (self.agents[side][m[1]], side) not in together)
+
     def observe(self, go: Go) -> Outbox:
         """A transfer began, in either direction: its number is taken, and its READYs are used up."""
         self.skip(go.seq)
@@ -276,6 +290,8 @@ class Coordinator(Machine[Phase]):
             return []
         self.ready.pop((agent, message.side), None)  # the newest comes last
         self.ready[agent, message.side] = message
+        self._came[agent, message.side] = self.now()
+        self._withdrew.pop((agent, message.side), None)
         if error := conflict(self.batch, self.source, self.wanted, self.ready):
             refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready.items()]
             self.ready.clear()
@@ -286,7 +302,8 @@ class Coordinator(Machine[Phase]):
         found = self.ready.get((agent, message.side))
         if found is None or found.attempt != message.attempt:
             return []  # GO or a refusal has overtaken it
-        missing = self.missing()
+        missing = self.not_ready(message.side, agent)
+        self._withdrew[agent, message.side] = self.now()
         del self.ready[agent, message.side]
         stood = WithdrawAcknowledged(side=message.side, attempt=message.attempt, missing=missing)
         return [*self._collect(), (agent, stood), *self._offer()]

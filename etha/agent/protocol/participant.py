@@ -21,7 +21,7 @@ from enum import Enum
 from itertools import chain
 from typing import Any, ClassVar
 
-from etha.agent.protocol.coordinator import Coordinator, Outbox, Settle
+from etha.agent.protocol.coordinator import TOGETHER, Coordinator, Outbox, Settle
 from etha.agent.protocol.effects import (
     BeginLane,
     CallKey,
@@ -90,6 +90,8 @@ class Call:
     edition: str = ""
     cause: EthaError | None = None
     yields: bool = False
+    #: When it came, by the clock of ``Participant``.
+    since: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -141,8 +143,10 @@ class Booking:
 class Queues:
     """The waiting calls of each local rank, oldest first, and READY of each side with local ranks."""
 
-    def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]]) -> None:
-        self.me, self.agents = me, agents
+    def __init__(self, me: str, agents: Mapping[str, tuple[str, ...]], now: Callable[[], int]) -> None:
+        self.me, self.agents, self.now = me, agents, now
+        #: When the last call of a rank ended at its deadline.
+        self.gave_up: dict[Member, int] = {}
         self.calls: dict[Member, deque[Call]] = {
             (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
         }
@@ -178,7 +182,13 @@ class Queues:
 
     def named(self, call: Call, cause: EthaError, elsewhere: tuple[Member, ...]) -> EthaError:
         """``cause`` with the ranks that were not ready, for a call that is still in its queue."""
-        missing = self.missing(call, elsewhere)
+        now = self.now()
+        missing = tuple(
+            member
+            for member in self.missing(call, elsewhere)
+            # It has waited as long as this call, and for the same ranks.
+            if member[0] != call.member[0] or self.gave_up.get(member, -1) < max(call.since, now - TOGETHER)
+        )
         if not missing or not isinstance(cause, TransferTimeoutError):
             return cause
         text = f"{cause.message}; not ready: {name_members(missing)}"
@@ -312,7 +322,7 @@ class Participant(Machine[Moving]):
         }
         self.seq, self._can_hold = seq, can_hold
         self.memory = EndedTransfers()
-        self.queues = Queues(me, agents)
+        self.queues = Queues(me, agents, now)
         self.sides = self.queues.sides
         self.offers: dict[str, Version] = {}
         self.current: TransferInProgress | None = None
@@ -329,6 +339,8 @@ class Participant(Machine[Moving]):
 
     def wait(self, call: Call) -> list[TransferEffect]:
         """A worker's call came in."""
+        call.since = self.queues.now()
+        self.queues.gave_up.pop(call.member, None)
         self.queues.calls[call.member].append(call)
         if self.broken is not None:
             self._drop(call, self._withdrawn_error(self.broken))
@@ -743,6 +755,8 @@ class Participant(Machine[Moving]):
 
     def _drop(self, call: Call, error: EthaError) -> None:
         self.queues.calls[call.member].remove(call)
+        if isinstance(error, TransferTimeoutError):
+            self.queues.gave_up[call.member] = self.queues.now()
         superseded = call.yields and isinstance(error, TransferAbortedError)
         self._out.append(Fail(call=call.key, error=error, superseded=superseded))
 
@@ -754,8 +768,9 @@ class Participant(Machine[Moving]):
         """Who is not ready for ``call``: as this agent knows if it coordinates the direction, otherwise as its
         coordinator last said."""
         source = call.member[0] if call.verb == "send" else self.other[call.member[0]]
-        coordinator = self.coordinators.get(source)
-        return coordinator.missing() if coordinator is not None else self._heard.get(source, ())
+        if (coordinator := self.coordinators.get(source)) is None:
+            return self._heard.get(source, ())
+        return coordinator.not_ready(call.member[0], self.me)
 
     def _withdrawn_error(self, error: PeerLostError) -> PeerLostError:
         text = f"{self.name}: {error.message}"

@@ -9,7 +9,7 @@ from etha.agent.protocol.effects import Fail, Settled
 from etha.agent.runtime.sessions import WorkerSession
 from etha.agent.services.batch_state import Ask, RegisteredBatch, RunningProgram
 from etha.bus.messages import AttachShadows, AttachSnapshot, InitPair, Register, Transfer
-from etha.errors import AgentLostError, EthaError, TransferError
+from etha.errors import AgentLostError, EthaError, TransferAbortedError, TransferError
 from etha.observe.records import NO_PAYLOAD, Culprit, Incident, Outcome, Record, TransferRecord
 from etha.phases import Phases
 
@@ -58,6 +58,8 @@ def settled_transfer(batch: RegisteredBatch, effect: Settled, current: RunningPr
 def failed_call(batch: RegisteredBatch, ask: Ask, effect: Fail, phases: Phases) -> TransferRecord:
     """The record of a call that ended although no transfer of it began here."""
     error, (side, _) = effect.error, ask.member
+    # An agent ends its own hop, because the subscriber's claim is over; whoever ended that says why.
+    given_up = ask.verb == "send" and batch.name in ask.session.hops and isinstance(error, TransferAbortedError)
     source = side if ask.verb == "send" else batch.other(side)
     return TransferRecord(
         at=time.time(),
@@ -73,7 +75,7 @@ def failed_call(batch: RegisteredBatch, ask: Ask, effect: Fail, phases: Phases) 
         reason=error.message[:MAX_REASON],
         culprits=culprits(batch, error),
         phases=phases,
-        superseded=effect.superseded,
+        superseded=effect.superseded or given_up,
     )
 
 

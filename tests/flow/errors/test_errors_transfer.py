@@ -76,6 +76,22 @@ async def test_senders_that_disagree_on_the_version(site: Site) -> None:
             assert isinstance(error, TransferError) and "different versions, 0, 1" in error.message
 
 
+async def test_ranks_of_a_side_that_end_at_the_same_deadline_do_not_blame_each_other(site: Site) -> None:
+    async with Sides(site, name(), trainer=2, inference=1) as sides:
+        await sides.meet(trainer={"device_mesh": (2,)}, inference={"device_mesh": (1,)}, placements=[Replicate()])
+        handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(4)}, {}))
+        for _ in range(2):
+            senders = [handles["trainer", rank].transfer("send", timeout=0.3) for rank in (0, 1)]
+            for error in await asyncio.gather(*senders, return_exceptions=True):
+                assert isinstance(error, TransferTimeoutError)
+                assert error.message.endswith("not ready: inference rank 0"), error.message
+                assert error.culprits == (("inference", 0),)
+        with pytest.raises(TransferTimeoutError, match=r"not ready: inference rank 0; trainer rank 1$"):
+            async with asyncio.timeout(10):
+                while True:  # the other one has given up long before
+                    await handles["trainer", 0].transfer("send", timeout=0.6)
+
+
 async def test_a_deadline_before_go_says_who_was_not_ready_and_consumes_nothing(site: Site, way: Way) -> None:
     # Of another agent it is known whether all its workers are ready, not which of them are.
     one_agent = way == "local"
@@ -295,3 +311,20 @@ async def test_a_frozen_agent_says_unknown_and_whether_it_may_still_write(rough:
             os.kill(pid, signal.SIGCONT)
         again = await sides.move(handles)
         assert all(not isinstance(r, Exception) for r in again.values()), again
+
+
+async def test_status_says_how_many_bytes_the_last_transfer_moved(site: Site) -> None:
+    """Two ranks of one side hold what one of the other does, so the directions differ."""
+    async with Sides(site, name(), trainer=2, inference=1) as sides:
+        await sides.meet(trainer={"device_mesh": (2,)}, inference={"device_mesh": (1,)}, placements=[Replicate()])
+        handles = await sides.register("b", lambda side, rank: ({"w": torch.zeros(4)}, {}))
+
+        async def shown() -> list[int]:
+            status = await sides.clients["inference", 0].status()
+            return [one["bytes"] for one in status["batches"]]
+
+        assert await shown() == [32]
+        for source, nbytes in (("trainer", 16), ("inference", 32)):
+            calls = [handle.transfer("send" if side == source else "recv") for (side, _), handle in handles.items()]
+            assert max(result.bytes for result in await asyncio.gather(*calls)) == nbytes
+            assert await shown() == [nbytes]

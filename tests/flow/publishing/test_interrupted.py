@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from etha.config import Settings
+from etha.events import gather
 from tests.flow.publishing.fleets import Cut, Fleet
-from tests.flow.sites import Site
+from tests.flow.sites import Site, environment
 
 #: Large enough that a hop reports its progress more than once.
 SHAPES = {"w": (24 << 20,)}
@@ -41,3 +44,27 @@ async def test_one_rank_gives_up_in_the_middle_of_a_hop_in_place(site: Site, pai
         update, _ = await asyncio.gather(first.next(), other)
         assert (update.version, first.version, second.version) == (version, version, version)
         replica.check(version)
+
+
+async def test_a_hop_that_nobody_wants_any_more_is_no_failure(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, {"w": (64, 33)}) as fleet:
+        began = time.time()
+        trainer = await fleet.publish(Cut(), slots=1)
+        replica = await fleet.subscribe("replica", ROWS, atomic=True)
+        await trainer.put(1)
+        await replica.next()
+        await trainer.put(2)
+        waiting = asyncio.ensure_future(replica.subscriptions[0].next())
+        async with asyncio.timeout(30):
+            while (await trainer.publications[0].subscribers())[0].state != "receiving":
+                pass
+            # The source's agent waits for the other rank, in the transfer of the hop.
+            while not any(one["state"] == "waiting" for one in (await trainer.clients[0].status())["batches"]):
+                pass
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert (await replica.next()).version == 2
+        with environment(site.at(site.way.place("trainer", 0))):
+            found = await gather(Settings.from_env(), since=began, failed=True, timeout=30.0)
+        [only] = [one.text for one in found.happenings if one.failed]
+        assert only.startswith("a call of replica rank 0 ended"), "the trainer has lost nothing"

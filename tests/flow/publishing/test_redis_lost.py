@@ -36,7 +36,7 @@ class Disk:
         self._now, self._backup = directory / "appendonlydir", directory / "backup"
 
     def lose(self) -> None:
-        """The server comes back with nothing."""
+        """The server comes back with nothing. It may be away."""
         self.server.stop()
         shutil.rmtree(self._now)
         self.server.start()
@@ -123,6 +123,43 @@ async def test_a_hop_ends_well_without_redis_and_afterwards_everything_goes_on(h
         disk.server.start()
         await trainer.put(3)
         assert (await replica.next(timeout=SOON)).version == 3
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fate", ["kept", "emptied"])
+async def test_hops_that_run_while_redis_is_away_for_longer_than_any_lease(fate: str, home: Site, disk: Disk) -> None:
+    """One from the trainer, and one that passes on what comes there."""
+    outage, nbytes = 30.0, 24 << 20
+    places = {"trainer": "a", "first": "b", "second": "c", "late": "b"}
+    async with Fleet(home, "p", {"w": (nbytes // 4,)}, where=lambda side, rank: places[side]) as fleet:
+        trainer = await fleet.publish(Cut(), fan_out=1, max_rate=nbytes / (2 * outage))
+        replicas = [await fleet.subscribe(name, Cut(), atomic=True) for name in ("first", "second")]
+        moving, tasks = [asyncio.Event() for _ in replicas], []
+        for event, replica in zip(moving, replicas, strict=True):
+
+            def progress(done: int, total: int, event: asyncio.Event = event) -> None:
+                if done:
+                    event.set()
+
+            tasks.append(asyncio.ensure_future(replica.next(progress=progress, timeout=120)))
+        await trainer.put(1)
+        for event in moving:
+            await event.wait()
+        disk.server.stop()
+        await asyncio.sleep(outage)
+        assert not (ended := [task.exception() or task.result() for task in tasks if task.done()]), ended
+        if fate == "emptied":
+            disk.lose()
+        else:
+            disk.server.start()
+        sources = {update.source for update in await asyncio.gather(*tasks)}
+        assert sources in ({"trainer", "first"}, {"trainer", "second"})
+        late = await fleet.subscribe("late", Cut(), atomic=True)
+        assert (await late.next(timeout=120)).version == 1
+        await trainer.put(2, timeout=120)
+        for update in await asyncio.gather(*(one.next(timeout=150) for one in [*replicas, late])):
+            assert update.version == 2
 
 
 async def test_a_replica_that_leaves_while_redis_is_away_is_no_source_afterwards(home: Site, disk: Disk) -> None:

@@ -41,6 +41,9 @@ CONSTANT = {
     "atomic",
     "_can_hold",
     "_heard",
+    "_came",
+    "_withdrew",
+    "gave_up",
 }
 
 
@@ -60,7 +63,7 @@ def frozen(value: Any) -> Hashable:
     if isinstance(value, msgspec.Struct):
         return (type(value).__name__, *map(frozen, msgspec.structs.astuple(value)))
     if is_dataclass(value):
-        return (type(value).__name__, *(frozen(getattr(value, f.name)) for f in fields(value)))
+        return (type(value).__name__, *(frozen(getattr(value, f.name)) for f in fields(value) if f.compare))
     if hasattr(value, "__dict__"):
         named = vars(value)
         return (type(value).__name__, *(frozen(named[k]) for k in named if k not in CONSTANT))
