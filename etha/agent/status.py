@@ -221,7 +221,7 @@ def _batch(registration: LocalRegistration) -> list[dict[str, Any]]:
     batch = registration.registered
     if batch is not None:
         seq = batch.participant.seq
-        nbytes = max(batch.evaluation.nbytes(side) for side in batch.evaluation.sides)
+        nbytes = batch.nbytes
         if batch.current is not None:
             state = "moving"
         elif batch.asks:

@@ -164,7 +164,7 @@ TABLE: tuple[KeyKind, ...] = (
             "seq": "number of the last transfer, over all generations and epochs",
             "version": "what the tensors hold: the label of the last transfer",
             "tensors": "number of tensors",
-            "bytes": "bytes of the whole batch, over all targets",
+            "bytes": "bytes that the last transfer moved to all targets; before it, those of the larger direction",
             "digest": "SIDE:HEX of the plan for each source side, joined by +; SIDE:none where it cannot send",
             "transport": "the ways that its transfers take: `local`, `host`, `tcp`, `nccl`",
             "last_seconds": "duration of the last transfer",

@@ -330,6 +330,14 @@ class RegisteredBatch:
         self.last_error: EthaError | None = None
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that a transfer moves, over all targets: in the direction of the last one, before any in the larger
+        one."""
+        if self.last_source:
+            return self.evaluation.nbytes(self.last_source)
+        return max((self.evaluation.nbytes(side) for side in self.evaluation.sides), default=0)
+
+    @property
     def name(self) -> str:
         """The batch's."""
         return self.registration.name

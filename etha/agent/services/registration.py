@@ -567,8 +567,7 @@ class RegistrationService:
         transport = None if registration.machine.alone else self._transfers.compiler.transport(registration, terms)
         can_hold = self._transfers.lane_scheduler.can_hold
         batch = registration.registered = RegisteredBatch(registration, evaluation, terms, transport, can_hold)
-        nbytes = max((evaluation.nbytes(side) for side in evaluation.sides), default=0)
-        fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": nbytes, "digest": evaluation.digest}
+        fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": batch.nbytes, "digest": evaluation.digest}
         fields["transport"] = batch.transports
         for pair, written in registration.records(fields).items():
             self._spawn(quietly(self._store.batches.set_fields(pair, registration.name, written)))

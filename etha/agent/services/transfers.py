@@ -409,6 +409,7 @@ class TransferService:
                 batch.transport.settled()
             self._answer(batch, effect, current, now)
             fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
+            fields |= {"bytes": batch.nbytes}
         else:
             batch.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
