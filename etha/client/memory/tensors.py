@@ -123,8 +123,8 @@ def _check_plain(tensor: torch.Tensor, what: str) -> None:
 def _check_dtype(dtype: torch.dtype, what: str) -> None:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(
-            f"etha.{what}: dtype={shown(dtype)} is no torch.dtype, such as torch.float32; a shape is one argument, as in "
-            f"etha.empty((8, 5))"
+            f"etha.{what}: dtype={shown(dtype)} is no torch.dtype, such as torch.float32; a shape is one argument, as "
+            f"in etha.empty((8, 5))"
         )
     if dtype not in dtypes.BY_NAME.values():
         raise ConfigError(f"etha.{what}: dtype {dtype} cannot be moved; use one of {', '.join(dtypes.BY_NAME)}")
