@@ -331,11 +331,13 @@ class Everything(Attack):
         return ""
 
     def _other(self) -> Rank | None:
-        """A member or a rank of a pair. A member only while two others train: somebody must know the weights."""
+        """A member or a rank of a pair. A member only while two others are as far: one that is cut off from the others, or
+        has just come, does not know the newest weights."""
         one = self._chance.choice(self._ranks)
         if one.function is member:
-            train = [other for other in self._members if other is not one and other.newest and not other.stopped]
-            if len(train) < len(MEMBERS) - 1:
+            newest = max(other.newest for other in self._members)
+            train = [other for other in self._members if other is not one and not other.stopped]
+            if not newest or any(other.newest < newest for other in train) or len(train) < len(MEMBERS) - 1:
                 return None
         return one
 
