@@ -7,6 +7,7 @@ Every call runs the coroutine of the same name on the process's loop thread. ``p
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -72,6 +73,7 @@ class TensorBusClient(OfOneProcess):
         timeout: float = 30.0,
         on_error: OnError = "raise",
     ) -> None:
+        """See the class. Nothing is started or asked yet; ConfigError for arguments that cannot be."""
         self._aio = self._inner(
             agent,
             device=device,
@@ -563,3 +565,13 @@ class Pair(OfOneProcess):
         gets ConfigError.
         """
         return self._inner.errored
+
+
+def _tell_all() -> None:
+    """Let ``help`` of a blocking call show what the call says to which it refers."""
+    for name, call in vars(TensorBusClient).items():
+        if f"``AsyncTensorBusClient.{name}``" in (getattr(call, "__doc__", None) or ""):
+            call.__doc__ = f"{inspect.getdoc(call)}\n\n{inspect.getdoc(getattr(AsyncTensorBusClient, name))}"
+
+
+_tell_all()
