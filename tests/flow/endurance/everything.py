@@ -331,8 +331,8 @@ class Everything(Attack):
         return ""
 
     def _other(self) -> Rank | None:
-        """A member or a rank of a pair. A member only while the others are as far: who is cut off, or has just come, does
-        not know the newest weights."""
+        """A member or a rank of a pair. A member only while the others are as far: who is cut off, or new,
+        does not know the newest weights."""
         one = self._chance.choice(self._ranks)
         if one.function is member:
             newest = max(other.newest for other in self._members)
