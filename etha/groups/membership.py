@@ -109,7 +109,7 @@ class GroupRoster:
         unmet: frozenset[str] = frozenset(),
     ) -> GroupRoster:
         """A rank asks for the next epoch, or says that it is there (not ``entry.wants``)."""
-        replicas, serial = dict(self.replicas), self.serial
+        replicas, serial, said = dict(self.replicas), self.serial, entry.epoch
         mine = replicas.get(replica)
         if mine is None:
             serial += 1
@@ -129,8 +129,13 @@ class GroupRoster:
                 # The one that has the weights goes on; of two that have them, the older one.
                 loser = max((replica, name), key=lambda one: (not before._counted(one), before.replicas[one].since))
                 replicas[loser] = _paused(replicas[loser], now)
-        epoch = max(self.epoch, entry.epoch)
-        return replace(self, replicas=replicas, serial=serial, suspects=suspected, epoch=epoch).form(now)
+        found = replace(self, replicas=replicas, serial=serial, suspects=suspected)
+        if said > self.epoch:  # Redis has lost that epoch
+            found = replace(found, epoch=said, members=())
+        elif said == self.epoch > 0 and self.members and all(one.replica != replica for one in self.members):
+            # An empty Redis has given the number again: all who were ever in an epoch meet, and nobody goes on alone.
+            found = replace(found, epoch=said + 1, base=said + 1, members=())
+        return found.form(now)
 
     def depart(self, replica: str, now: int) -> GroupRoster:
         """A rank has left or died, and its replica with it, because the others lack its part."""

@@ -51,8 +51,17 @@ G.world = req.world
 
 -- 2. Redis may have lost what this member knows. Whoever has formed an epoch meanwhile sees that the number has grown.
 if req.epoch > epoch then
-  epoch = req.epoch
+  epoch, G.members, seated = req.epoch, '[]', {}
   req.loud = true
+elseif req.epoch == epoch and epoch > 0 then
+  local others, mine_too = object(G.members) or {}, false
+  for _, one in ipairs(others) do mine_too = mine_too or one.replica == replica end
+  if #others > 0 and not mine_too then
+    -- An empty Redis has given the number again: all who were ever in an epoch meet, and nobody goes on alone.
+    epoch, G.members, seated = epoch + 1, '[]', {}
+    G.base = int(epoch)
+    req.loud, broken = true, true
+  end
 end
 
 -- 3. Take the rank. The same question once more changes nothing if its answer was lost.

@@ -238,8 +238,9 @@ def test_the_walk_notices_that_steps_of_different_epochs_are_compared(monkeypatc
 
 
 def roster(**replicas: tuple[int, int, bool]) -> GroupRoster:
-    """Replicas of one rank that were in epoch 1: (last, step, whether it wants the next)."""
-    found = GroupRoster(epoch=1, members=(SeatedMember(replica="x", step=0, counts=True),))
+    """Replicas of one rank that were in epoch 1: (last, step, whether it wants the next). Who has a state counted."""
+    members = tuple(SeatedMember(replica=name, step=0, counts=last > 0) for name, (last, _, _) in replicas.items())
+    found = GroupRoster(epoch=1, members=members)
     for name, (last, step, wants) in replicas.items():
         found = found.enter(name, 0, RankEntry(epoch=1, last=last, step=step, wants=wants), NOW)
     return found
@@ -279,7 +280,7 @@ def test_who_could_not_reach_an_older_member_pauses_longer_each_time() -> None:
 
 def test_a_newcomer_that_has_not_loaded_does_not_begin_anew_while_somebody_has_the_weights() -> None:
     """However long the other is busy, and also if it was not in the last epoch."""
-    waiting = roster(x=(1, 5, False)).enter("y", 0, RankEntry(epoch=1, wants=True), NOW)
+    waiting = roster(x=(1, 5, False), y=(0, 0, True))
     assert waiting.form(NOW + 10 * waiting.timeout).epoch == 1
     both = waiting.enter("x", 0, RankEntry(epoch=1, last=1, step=5, wants=True), NOW)
     assert [(one.replica, one.counts) for one in both.members] == [("x", True), ("y", False)]
@@ -293,9 +294,32 @@ def test_a_newcomer_that_has_not_loaded_does_not_begin_anew_while_somebody_has_t
 def test_of_two_that_cannot_reach_each_other_the_one_without_the_weights_pauses() -> None:
     """Also if it was launched first."""
     both = roster(x=(0, 0, False), y=(1, 5, False))
-    both = replace(
-        both, members=(SeatedMember(replica="y", step=5, counts=True), SeatedMember(replica="x", step=0, counts=False))
-    )
     paused = both.enter("x", 0, RankEntry(epoch=1, wants=True), NOW, unmet=frozenset({"y"}))
     alone = paused.enter("y", 0, RankEntry(epoch=1, last=1, step=5, wants=True), NOW, unmet=frozenset({"x"}))
     assert [member.replica for member in alone.members] == ["y"]
+
+
+def test_a_number_that_an_empty_redis_has_given_again_is_noticed() -> None:
+    """A newcomer began before the agent of a member had put that back."""
+    fresh = GroupRoster().enter("new", 0, RankEntry(wants=True), NOW)
+    assert (fresh.epoch, [one.replica for one in fresh.members]) == (1, ["new"])
+    both = fresh.enter("old", 0, RankEntry(epoch=1, last=1, step=50), NOW)
+    assert both.epoch == 2 and not both.members
+    asked = both.enter("new", 0, RankEntry(epoch=1, last=1, step=7, wants=True), NOW)
+    assert asked.epoch == 2 and asked.missing(NOW + 10 * asked.timeout) == ["old"], "nobody goes on alone"
+    found = asked.enter("old", 0, RankEntry(epoch=1, last=1, step=51, wants=True), NOW)
+    assert [(one.replica, one.counts) for one in found.members] == [("old", True), ("new", False)]
+
+
+def test_members_of_one_epoch_are_put_back_one_after_the_other() -> None:
+    found = GroupRoster()
+    for name in "xyz":
+        found = found.enter(name, 0, RankEntry(epoch=4, last=4, step=9), NOW)
+    assert found.epoch == 4
+
+
+def test_a_later_epoch_that_redis_has_lost_counts_and_not_the_one_that_began_meanwhile() -> None:
+    fresh = GroupRoster().enter("new", 0, RankEntry(wants=True), NOW)
+    found = fresh.enter("old", 0, RankEntry(epoch=4, last=4, step=9), NOW)
+    found = found.enter("new", 0, RankEntry(epoch=1, last=1, step=70, wants=True), NOW)
+    assert found.epoch == 4 and found.missing(NOW + 10 * found.timeout) == ["old"]
