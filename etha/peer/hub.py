@@ -91,9 +91,10 @@ class Hub:
         self._known, self._refresh = known, refresh
         self._on_agent_lost = on_agent_lost
         self._links: dict[str, Link] = {}
-        self._sessions = Sessions(self._links.get, self._answer, on_message)
+        self._sessions = Sessions(self._links.get, self._answer, on_message, self._lost_before)
         self._beat, self._misses = beat, misses
-        self._losses: dict[str, int] = {}
+        #: (agent, its key) -> losses of links between the two that this agent knows of.
+        self._losses: dict[tuple[str, str], int] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._closing = False
@@ -159,7 +160,7 @@ class Hub:
         if link is None:
             if (why := limits.shortage(LINK_DESCRIPTORS)) is not None:
                 raise AgentUnavailableError(f"no link to agent {agent} at {address}: this agent is full: {why}")
-            hello = Hello(version=__version__, losses=self._losses.get(agent, 0))
+            hello = Hello(version=__version__, losses=self._losses.get((agent, public_key), 0))
             try:
                 link = self._links[agent] = Link(
                     self._context,
@@ -212,7 +213,7 @@ class Hub:
             if not link.opened.done():
                 link.opened.set_result("it was dropped")
             elif link.opened.result() is None:
-                self._losses[agent] = self._losses.get(agent, 0) + 1
+                self._lost_before(agent, link.public_key, link.losses + 1)
         self._settle()
 
     def peers(self) -> tuple[PeerStatus, ...]:
@@ -288,10 +289,14 @@ class Hub:
         self._settle()
         if link.opened.result() is not None:  # it was never open, and its openers know
             return
-        self._losses[agent] = self._losses.get(agent, 0) + 1
+        self._lost_before(agent, link.public_key, link.losses + 1)
         if not self._closing:
             log.warning("agent %s is gone: %s", agent, text)
             self._on_agent_lost(agent, text)
+
+    def _lost_before(self, agent: str, key: str, losses: int) -> None:
+        """So many losses are known of, here or there."""
+        self._losses[agent, key] = max(self._losses.get((agent, key), 0), losses)
 
     def _settle(self) -> None:
         if not self._links:

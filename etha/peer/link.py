@@ -62,6 +62,8 @@ class Link:
         host, port = parse_address(address)
         self.agent, self.address, self.public_key = agent, address, check_public_key(public_key)
         self.state = State.OPENING
+        #: How many losses of links between the two this agent knew of when it began this one.
+        self.losses = hello.losses
         self._hello, self._on_open, self._on_end = hello, on_open, on_end
         self._loop = asyncio.get_running_loop()
         self.opened: asyncio.Future[str | None] = self._loop.create_future()

@@ -2,6 +2,10 @@
 
 A session is *paired* with the open link to the same agent. Only then are its messages delivered, and the two end
 together. Messages before that are held, in order and within bounds. Messages after that are answered with Bye.
+
+A loss holds for both agents, and counts once. Each Hello says how many losses its agent knows of. The agent that knows
+of fewer loses its link, too, takes over the number, and begins again. Only a link and a session of the same number are
+paired.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from etha.version import __version__
 
 log = logging.getLogger(__name__)
 
+#: Why a link ends whose agent has lost its own.
+RELINKED = "it lost its link and opened another"
 #: Most messages held of an agent until this one has opened its link to it.
 MAX_HELD = 1000
 
@@ -36,15 +42,18 @@ class PeerSession:
 
 
 class Sessions:
-    """At most one session per agent, the newest. ``link_to(agent)`` is our own link to it, in any state."""
+    """At most one session per agent, the newest. ``link_to(agent)`` is our own link to it, in any state.
+    ``lost_before(agent, key, losses)`` is called with what a Hello says."""
 
     def __init__(
         self,
         link_to: Callable[[str], Link | None],
         answer: Callable[[bytes, Control], None],
         on_message: Callable[[str, Scope, Said], None],
+        lost_before: Callable[[str, str, int], None],
     ) -> None:
         self._link_to, self._answer, self._on_message = link_to, answer, on_message
+        self._lost_before = lost_before
         self._sessions: dict[str, PeerSession] = {}
         self._paired: dict[Link, PeerSession] = {}
         #: Set when this agent leaves: nobody is greeted or heard any more.
@@ -61,6 +70,10 @@ class Sessions:
             return
         if session.key != link.public_key:
             return self._fence(session, "the other agent is linked to another life of this one")
+        if session.losses > link.losses:
+            return link.end(RELINKED)
+        if session.losses < link.losses:  # it ends that link when it hears of the loss
+            return None
         self._paired[link] = session
         held, session.held = session.held, []
         for scope, message in held:
@@ -110,18 +123,20 @@ class Sessions:
                 log.warning("dropped from agent %s: a Welcome that nobody asked for", agent)
 
     def _greet(self, session: PeerSession) -> None:
-        agent, old = session.agent, self._sessions.get(session.agent)
+        agent = session.agent
         self._sessions[agent] = session
+        self._lost_before(agent, session.key, session.losses)
         self._answer(session.connection, Welcome(version=__version__))
         link = self._link_to(agent)
         if link is None or link.state is not State.OPEN:
             return
         if session.key != link.public_key:
             return link.end("another life of it has come")
-        if old is not None and old.key == session.key and old.losses != session.losses:
+        if session.losses > link.losses:
             # It has lost us since. Then we have lost it, too, and both begin again.
-            return link.end("it lost its link and opened another")
-        self._paired[link] = session
+            return link.end(RELINKED)
+        if session.losses == link.losses:
+            self._paired[link] = session
 
     def _receive(self, session: PeerSession, scope: Scope, message: Said) -> None:
         link = self._link_to(session.agent)

@@ -76,7 +76,7 @@ class Scope:
 
 @message("hello")
 class Hello(StrictStruct, frozen=True, kw_only=True):
-    """First on every link. ``losses``: how often the sender has lost this peer, so that both agree on losses."""
+    """First on every link. ``losses``: losses of links between the two that the sender knows of (``sessions``)."""
 
     version: Annotated[str, Meta(max_length=100)]
     losses: int

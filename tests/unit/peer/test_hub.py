@@ -181,6 +181,24 @@ async def test_who_lost_us_and_came_back_before_we_knew_is_lost_here_too(namespa
         assert (await b.heard(2))[1] == ("a", SCOPE, Done(seq=1))
 
 
+async def test_a_loss_that_one_hears_of_late_is_not_answered_with_another_one(namespace: Namespace) -> None:
+    """Else each new link would end the other's, one after the other for ever."""
+    async with agent("a", namespace, beat=60) as a, agent("b", namespace, beat=60) as b:
+        await a.open(b)
+        # As if the network was cut, so that b hears nothing of it, and opens its link to what is over.
+        a.hub._links["b"].end("a cable was cut")
+        await a.heard(1)
+        await b.open(a)
+        await a.open(b)
+        await b.heard(1)
+        await b.open(a)
+        for one, other in ((a, b), (b, a)):
+            one.send(other, Done(seq=1))
+            assert (await other.heard(2))[1] == (one.name, SCOPE, Done(seq=1))
+        assert a.is_open("b") and b.is_open("a")
+        assert [len(one.events) for one in (a, b)] == [2, 2], "each has lost the other once"
+
+
 async def test_another_life_of_an_agent_ends_the_links_with_the_former(namespace: Namespace) -> None:
     async with agent("a", namespace) as a:
         async with agent("b", namespace) as former, agent("b", namespace) as b:
