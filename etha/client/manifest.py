@@ -32,8 +32,7 @@ from etha.client.arguments.checks import (
     shown,
 )
 from etha.client.arguments.world import RankInfo, check_mesh
-from etha.client.memory.base import TensorMemory
-from etha.client.memory.unmoved import Unmoved, fingerprint, memory_of
+from etha.client.memory.base import TensorMemory, Unmoved, fingerprint, memory_of
 from etha.config import MAX_TENSOR_NAME, check_name
 from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout

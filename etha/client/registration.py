@@ -16,9 +16,8 @@ from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Moved
 from etha.client.arguments.checks import check_bucket_size, check_flag, shown
 from etha.client.connection import AgentConnection
 from etha.client.manifest import TensorManifest
-from etha.client.memory.base import StagedTensors, TensorMemory
+from etha.client.memory.base import StagedTensors, TensorMemory, Unmoved
 from etha.client.memory.segments import SegmentUse
-from etha.client.memory.unmoved import Unmoved
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
 from etha.memory.handles import span_nbytes

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from etha.client.memory import unmoved
-from etha.client.memory.unmoved import Unmoved
+from etha.client.memory import base
+from etha.client.memory.base import Unmoved
 from etha.errors import RegistrationError
 from etha.native.opened import opened
 from etha.native.unmoved import AXES, PLACE, UnmovedLibrary, load_unmoved
@@ -28,7 +28,7 @@ from etha.native.unmoved import AXES, PLACE, UnmovedLibrary, load_unmoved
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way to find out."""
     if request.param == "python":
-        monkeypatch.setattr(unmoved, "load_unmoved", lambda: None)
+        monkeypatch.setattr(base, "load_unmoved", lambda: None)
     elif load_unmoved() is None:
         pytest.skip("no C compiler (cc) on the path")
     return str(request.param)
@@ -158,7 +158,7 @@ def test_compiled_code_says_what_python_says(data: st.DataObject) -> None:
         other = view()
         torch.utils.swap_tensors(tensors[at], other)
     known = [
-        (unmoved.fingerprint(tensor), fingerprint) for tensor, fingerprint in zip(tensors, compiled._known, strict=True)
+        (base.fingerprint(tensor), fingerprint) for tensor, fingerprint in zip(tensors, compiled._known, strict=True)
     ]
     differ = [str(i) for i, (now, before) in enumerate(known) if now != before]
     assert compiled.changed() == differ and compiled._table.unmoved() == (not differ)
@@ -221,7 +221,7 @@ def test_it_ends_with_its_tensors(way: str) -> None:
 def test_python_does_it_where_torch_gives_no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert opened(UnmovedLibrary) is None
-    monkeypatch.setattr(unmoved, "load_unmoved", lambda: opened(UnmovedLibrary))
+    monkeypatch.setattr(base, "load_unmoved", lambda: opened(UnmovedLibrary))
     assert Unmoved(named(torch.zeros(3))).changed() == []
 
 
