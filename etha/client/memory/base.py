@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,8 +23,10 @@ from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver, installed_driver
 from etha.errors import RegistrationError, TransferError
 from etha.memory.handles import TensorHandle
-from etha.native.unmoved import PlaceTable, load_unmoved
 from etha.torch_types import is_async_collective, is_dtensor
+
+if TYPE_CHECKING:
+    from etha.native.unmoved import PlaceTable
 
 #: (address, shape, strides, dtype)
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -233,6 +235,11 @@ def _local_of(owner: torch.Tensor) -> torch.Tensor | None:
 
 
 def _table_of(held: Sequence[torch.Tensor]) -> PlaceTable | None:
+    from etha.native.unmoved import (  # here, because who only imports the client needs none of it
+        PlaceTable,
+        load_unmoved,
+    )
+
     library = load_unmoved()
     if library is None or any(type(tensor) not in _PLAIN for tensor in held):
         return None

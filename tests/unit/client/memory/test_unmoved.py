@@ -28,7 +28,7 @@ from etha.native.unmoved import AXES, PLACE, UnmovedLibrary, load_unmoved
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way to find out."""
     if request.param == "python":
-        monkeypatch.setattr(base, "load_unmoved", lambda: None)
+        monkeypatch.setattr("etha.native.unmoved.load_unmoved", lambda: None)
     elif load_unmoved() is None:
         pytest.skip("no C compiler (cc) on the path")
     return str(request.param)
@@ -221,7 +221,7 @@ def test_it_ends_with_its_tensors(way: str) -> None:
 def test_python_does_it_where_torch_gives_no_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert opened(UnmovedLibrary) is None
-    monkeypatch.setattr(base, "load_unmoved", lambda: opened(UnmovedLibrary))
+    monkeypatch.setattr("etha.native.unmoved.load_unmoved", lambda: opened(UnmovedLibrary))
     assert Unmoved(named(torch.zeros(3))).changed() == []
 
 
