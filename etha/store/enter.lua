@@ -82,15 +82,15 @@ if req.wants and not again then
   for _, name in ipairs(req.suspects) do
     if replicas[name] and name ~= replica then suspects[name] = true end
   end
-  -- Two that cannot reach each other: the one that came later retries after a pause.
+  -- Two that cannot reach each other: the one that was behind, else the one that came later, retries after a pause.
   for _, name in ipairs(req.unmet) do
     local other = replicas[name]
     if other and name ~= replica then
       local loser, winner = r, name
-      local mine_counted, its_counted = counted(replica) or false, counted(name) or false
-      local worse = mine_counted and not its_counted
-      if mine_counted == its_counted then worse = number(other.since) > number(r.since) end
-      if worse then loser, winner = other, replica end
+      local ours, theirs = counted(replica), counted(name)
+      if (ours and not theirs) or (ours == theirs and number(other.since) > number(r.since)) then
+        loser, winner = other, replica
+      end
       if number(loser.not_before) <= now then
         loser.pause = math.min(60000, math.max(5000, 2 * number(loser.pause)))
         loser.not_before = now + loser.pause

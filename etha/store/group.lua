@@ -76,7 +76,7 @@ local seated = {}
 for _, one in ipairs(object(G.members) or {}) do
   if one.counts then seated[one.replica] = true end
 end
-local function counted(name) return seated[name] and previous(replicas[name]) end
+local function counted(name) return seated[name] == true and previous(replicas[name]) end
 -- It has what the last epoch has committed, but for a step.
 local function heir(name) return counted(name) or (epoch > 0 and progress(replicas[name]) == epoch) end
 -- It was ever in an epoch, and so may have a state.
