@@ -68,7 +68,7 @@ from etha.client.results import (
 )
 from etha.client.snapshot import send_snapshot
 from etha.client.subscription import AsyncSubscription
-from etha.client.tasks import Deadline, Shield
+from etha.client.tasks import Deadline, Shield, reminded
 from etha.client.transfer import check_call, transfer
 from etha.config import LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
@@ -82,6 +82,8 @@ if TYPE_CHECKING:
 
 #: Seconds within which the kernel reports a process's death.
 _NEWS = 1.0
+#: Seconds after which a call that waits for the other side says so in the log.
+_REMIND = 30.0
 
 
 class AsyncTensorBusClient(OfOneProcess):
@@ -210,7 +212,9 @@ class AsyncTensorBusClient(OfOneProcess):
             if known is not None and known[0].doomed:
                 # A dead process's memory is gone shortly before the kernel reports its death.
                 await known[0].lost.heard(min(_NEWS, deadline.left))
-            formed = await self._ask_for_pair(message, deadline)
+            waits = f"init_pair of {pair_name!r} has waited {_REMIND:g} s and goes on; `etha status` says for whom"
+            with reminded(_REMIND, waits):
+                formed = await self._ask_for_pair(message, deadline)
         known = self._pairs.get(pair_name)
         if known is not None and known[0].epoch == formed.epoch and not known[0].lost.is_set():
             self._pairs[pair_name] = (known[0], defaults)

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,16 @@ class Deadline:
     def left(self) -> float:
         """Seconds, 0 or more; ``math.inf`` without a deadline."""
         return self._at if self._at == math.inf else max(0.0, self._at - asyncio.get_running_loop().time())
+
+
+@contextmanager
+def reminded(seconds: float, text: str) -> Iterator[None]:
+    """Log ``text`` as a warning if what is inside takes longer than ``seconds``."""
+    timer = asyncio.get_running_loop().call_later(seconds, log.warning, "%s", text)
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Shield:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from etha.native.unmoved import PlaceTable
 
 #: (address, shape, strides, dtype)
-Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 def _nothing() -> None:
@@ -186,16 +186,18 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> Fingerprint:
-    """What must not change between registration and transfer: (address, shape, strides, dtype)."""
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    """What must not change between registration and transfer; the last: whether it is a conjugate or negative view."""
+    odd = tensor.is_conj() or tensor.is_neg()
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, odd
 
 
 class Unmoved:
     """Where registered tensors lie. It keeps them allocated.
 
     Compiled code looks at all of them at once, about 0.1 us for each. Where there is none, or a tensor of a kind that
-    it does not know, each is asked by Python, about 1 us. Clones that share memory until one is written, which torch
-    makes in private functions only (``torch._lazy_clone``), are noticed by Python alone.
+    it does not know, each is asked by Python, about 1 us. Only Python notices clones that share memory until one is
+    written, which torch makes in private functions only (``torch._lazy_clone``), and that a real tensor became the
+    imaginary part of a conjugate view, which is the same memory with the other sign.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -205,14 +207,16 @@ class Unmoved:
         self._known: tuple[Fingerprint, ...] = tuple(map(fingerprint, held))
         #: A DTensor and the local tensor that it had. What else holds its memory in another tensor is left to Python.
         self._locals = [(owner, own) for (_, owner), own in zip(named, held, strict=True) if own is not owner]
+        self._complex = [own for own in held if own.is_complex()]  # which become conjugate views where they lie
         self._table = _table_of(held) if all(_local_of(owner) is own for owner, own in self._locals) else None
 
     def changed(self) -> list[str]:
-        """The names of the tensors that are not where they were, or have another shape, stride or dtype."""
+        """The names of the tensors that are not where they were, or have another shape, stride, dtype or sign."""
         if (
             self._table is not None
             and all(_local_of(owner) is own for owner, own in self._locals)
             and self._table.unmoved()
+            and not any(own.is_conj() for own in self._complex)
         ):
             return []
         return [

@@ -111,7 +111,8 @@ class ReplicaPlay:
         others = [sailor for sailor in crew.members if sailor is not victim]
         what = phase.removeprefix("a ")
         self._lead_to(what)
-        if what == "begin" and (self.cell.event == "Redis gone" or (self.cell.event, where) == ("SIGSTOP", "in")):
+        apart = self.cell.event in ("Redis gone", "agent SIGKILL") or (self.cell.event, where) == ("SIGSTOP", "in")
+        if what == "begin" and apart:
             self._begin_apart(victim, others, before=where == "before")
             return
         ends = self._meet(what, victim, others, before=where == "before")
@@ -135,8 +136,8 @@ class ReplicaPlay:
                 assert end.name == "" and end.value, end.text
 
     def _begin_apart(self, victim: Sailor, others: list[Sailor], *, before: bool) -> None:
-        """One may go on alone before the others join it: who comes first to a Redis that has lost its data, or whose
-        pause ends first."""
+        """One may go on alone before the others join it: who comes first to a Redis that has lost its data, or to an
+        agent that took longer to start than a member is waited for, or whose pause ends first."""
         first, last = (others, [victim]) if before else ([victim], others)
         number = self.crew.begin("begin", *first)
         for sailor in first:
@@ -146,7 +147,8 @@ class ReplicaPlay:
         if self.cell.event == "SIGSTOP":
             self.crew.settle(*others)
         else:
-            self.crew.server.start()
+            if self.cell.event == "Redis gone":
+                self.crew.server.start()
             self.crew.settle()
         took, allowed = time.monotonic() - self.struck, within(self.cell.seconds)
         assert took < allowed, f"{self.cell}: all are in one epoch after {took:.3f} s, promised are {allowed} s"

@@ -114,6 +114,14 @@ def test_whatever_moves_a_tensor_is_noticed(change: Callable[[torch.Tensor], Non
         found.check("the batch")
 
 
+def test_a_tensor_that_becomes_a_conjugate_view_of_itself_is_noticed(way: str) -> None:
+    tensors = [torch.zeros(4, 6, dtype=torch.complex64), torch.zeros(3)]
+    found = Unmoved(named(*tensors))
+    assert found.changed() == []
+    tensors[0].data = tensors[0].data.conj()
+    assert found.changed() == ["0"]
+
+
 def test_what_does_not_move_a_tensor_is_no_change(way: str) -> None:
     parameter, plain = torch.nn.Parameter(torch.zeros(4, 6)), torch.zeros(5)
     found = Unmoved(named(parameter, plain, plain))
