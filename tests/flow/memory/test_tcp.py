@@ -33,18 +33,20 @@ from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
 from tests.processes import CONTEXT
 from tests.seconds import within
-from tests.unit.transport.agents import Gate
+from tests.unit.transport.agents import Behind, Gate
 
 TOKEN = b"a token of this test, forty bytes long .."
 SHAPE = (4096, 1024)
+#: More than the kernel takes from a sender whose receiver reads nothing.
+LARGE = (32768, 1024)
 AGENTS = ("near", "far")
 
 
-def plan(to: int) -> Plan:
+def plan(to: int, shape: tuple[int, int]) -> Plan:
     """Rows to rows or columns, a rank of each side on each agent: both send to both."""
     return build_plan(
-        {"t": TensorSpec(SHAPE, torch.float32, Layout((2,), [Shard(0)]))},
-        {"t": TensorSpec(SHAPE, torch.float32, Layout((2,), [Shard(to)]))},
+        {"t": TensorSpec(shape, torch.float32, Layout((2,), [Shard(0)]))},
+        {"t": TensorSpec(shape, torch.float32, Layout((2,), [Shard(to)]))},
         source_agents=AGENTS,
         target_agents=AGENTS[::-1] if to == 0 else AGENTS,
         fan_out="direct",
@@ -56,12 +58,12 @@ def plan(to: int) -> Plan:
 class End:
     """One agent: its tensors, its data plane, its part of the transfers."""
 
-    def __init__(self, me: str, to: int) -> None:
+    def __init__(self, me: str, to: int, shape: tuple[int, int]) -> None:
         rank = AGENTS.index(me)
         taken = 1 - rank if to == 0 else rank
-        whole = plan(to)
+        whole = plan(to, shape)
         self.me = me
-        self.source = torch.full((SHAPE[0] // 2, SHAPE[1]), float(rank + 1))
+        self.source = torch.full((shape[0] // 2, shape[1]), float(rank + 1))
         self.target = torch.zeros(whole.target["t"].local_shape(taken) or ())
         ways = Routing(me=me, source=AGENTS, target=AGENTS[::-1] if to == 0 else AGENTS)
         views = ({rank: {0: view_of(self.source)}}, {taken: {0: view_of(self.target)}})
@@ -71,7 +73,7 @@ class End:
         self.port = listener.getsockname()[1]
         other = AGENTS[1 - rank]
         self.plane = DataPlane(
-            listener, token_bytes=len(TOKEN), admit=lambda token: other if token == TOKEN else None, copy_slots=2
+            listener, token_bytes=len(TOKEN), admit=lambda token: other if token == TOKEN else None, copy_slots=8
         )
         self.transport = TcpTransport(self.plane)
         self.other = other
@@ -87,11 +89,11 @@ class End:
         return await self.transport.run(WireRun(program=self.program, seq=seq))
 
 
-def far(pipe: Connection, to: int) -> None:
+def far(pipe: Connection, to: int, shape: tuple[int, int]) -> None:
     """The other process: opens, moves, or moves and never ends, as it is told."""
 
     async def main() -> None:
-        end = End("far", to)
+        end = End("far", to, shape)
         async with asyncio.TaskGroup() as group:
             group.create_task(end.plane.run())
             pipe.send(end.port)
@@ -115,9 +117,9 @@ def far(pipe: Connection, to: int) -> None:
 class Far:
     """The other process as this one sees it."""
 
-    def __init__(self, to: int) -> None:
+    def __init__(self, to: int, shape: tuple[int, int]) -> None:
         self.pipe, there = mp.Pipe()
-        self.process = CONTEXT.Process(target=far, args=(there, to), daemon=True)
+        self.process = CONTEXT.Process(target=far, args=(there, to, shape), daemon=True)
         self.process.start()
         there.close()
         self.port = self.pipe.recv()
@@ -135,10 +137,10 @@ class Far:
 
 
 @asynccontextmanager
-async def joined(to: int) -> AsyncIterator[tuple[End, Far]]:
+async def joined(to: int, shape: tuple[int, int] = SHAPE) -> AsyncIterator[tuple[End, Far]]:
     """Both agents, with streams both ways."""
-    other = Far(to)
-    near = End("near", to)
+    other = Far(to, shape)
+    near = End("near", to, shape)
     try:
         async with asyncio.TaskGroup() as group:
             door = group.create_task(near.plane.run())
@@ -222,7 +224,7 @@ async def test_a_frozen_agent_does_not_hold_up_an_abort() -> None:
 
 
 async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with joined(0) as (near, other):
+    async with joined(0, LARGE) as (near, other):
         loop, begun, match = asyncio.get_running_loop(), asyncio.Event(), near.plane.match
 
         def arrived(inlet: Any, header: Any) -> Any:
@@ -234,8 +236,10 @@ async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other(monkeypat
         async with asyncio.timeout(60):
             await begun.wait()  # its first bytes are here, and it waits for us
         began = time.monotonic()
-        gate = Gate(lambda: near.transport.stop(ValueError("no")))  # nothing has been sent to it before
-        guards: Any = {("source", 0): gate, ("target", 1): gate}
+        # It stops once one of the other's streams is in the run, and has sent nothing yet. If none were, or the other
+        # had sent all, only the agents' link would tell it, which is not here.
+        gate = Gate(lambda: near.transport.stop(ValueError("no")))
+        guards: Any = {("source", 0): Behind(gate), ("target", 1): gate}
         moving = near.transport.run(WireRun(program=near.program, seq=1, guards=guards))
         with pytest.raises(ValueError, match="no"):
             await moving

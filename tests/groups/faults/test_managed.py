@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -221,18 +222,25 @@ class ReplicaPlay:
             assert len(values) == 1, f"{self.cell}: members differ: {values}"
         return "counts" if True in values else "fails"
 
+    def _enter(self, sailor: Sailor, *, late: bool) -> PhaseEnd:
+        """One member's next `begin()`. ``late``: it may have counted the step before anybody heard of the event, and
+        then begins another step of that epoch, which fails, while the others wait for it."""
+        (end,) = self.crew.all("begin", sailor)
+        if late and end.value == SIZE:
+            self.crew.all("call", sailor)
+            (vote,) = self.crew.all("commit", sailor)
+            assert not vote.value, f"{self.cell}: a step counts without a member of its epoch"
+            (end,) = self.crew.all("begin", sailor)
+        return end
+
     def _next(self, victim: Sailor, others: list[Sailor], what: str, ends: list[PhaseEnd], step: str) -> None:
         """The next epoch, in time; then a stopped member goes on and comes back."""
         crew = self.crew
         away = self.ends_here or self.cell.event == "SIGSTOP"
         if what != "begin":
-            ends = crew.all("begin", *others, *([] if away else [victim]))
-        if away and step == "counts" and any(end.value == SIZE for end in ends):
-            # It had voted before the event, and nobody had heard of its end yet.
-            crew.all("call", *others)
-            votes = crew.all("commit", *others)
-            assert not any(end.value for end in votes), f"{self.cell}: a step counts without a member of its epoch"
-            ends = crew.all("begin", *others)
+            entering = [*others, *([] if away else [victim])]
+            with ThreadPoolExecutor(len(entering)) as pool:
+                ends = list(pool.map(lambda sailor: self._enter(sailor, late=away and step == "counts"), entering))
         for end in ends:
             assert (end.name, end.value) == ("", self.cell.members), f"{self.cell}: {end}"
         took = max(end.at for end in ends) - self.struck

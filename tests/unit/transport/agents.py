@@ -96,16 +96,29 @@ class Gate:
     """In place of a call's guard: who is about to touch its memory waits until the loop has done something."""
 
     def __init__(self, act: Callable[[], None]) -> None:
-        self._loop, self._act, self._done = asyncio.get_running_loop(), act, threading.Event()
+        self._loop, self._act, self.done = asyncio.get_running_loop(), act, threading.Event()
 
     def enter(self, thread: int) -> bool:
         self._loop.call_soon_threadsafe(self._run)
-        return self._done.wait(5)
+        return self.done.wait(5)
 
     def _run(self) -> None:
-        if not self._done.is_set():
+        if not self.done.is_set():
             self._act()
-            self._done.set()
+            self.done.set()
+
+    def leave(self, thread: int) -> None:
+        pass
+
+
+class Behind:
+    """Who is about to touch this memory waits until a gate elsewhere has let somebody in."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def enter(self, thread: int) -> bool:
+        return self._gate.done.wait(5)
 
     def leave(self, thread: int) -> None:
         pass
