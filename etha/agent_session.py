@@ -235,7 +235,7 @@ async def stop(path: Path, *, now: bool, timeout: float, waits: Callable[[str], 
         raise AgentUnavailableError(f"the agent at {path} lives in another PID namespace: stop it from there")
     try:
         process = os.pidfd_open(who.pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):  # the latter from Linux 6.16 on, while it ends
         return None
     try:
         for number in (signal.SIGTERM, signal.SIGINT) if now else (signal.SIGTERM,):

@@ -77,7 +77,7 @@ class ProcessMemory:
             raise WorkerGoneError(f"there is no process {pid}", pid=pid)
         try:
             self._pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
+        except (ProcessLookupError, FileNotFoundError):  # the latter from Linux 6.16 on, while it ends
             raise WorkerGoneError(f"process {pid} is gone", pid=pid) from None
         try:
             if start_time(pid) != started:

@@ -112,7 +112,7 @@ async def stop_embedded(settings: Settings, timeout: float) -> bool:
         return False
     try:
         process = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):  # the latter from Linux 6.16 on, while it ends
         return True
     try:
         signal.pidfd_send_signal(process, signal.SIGTERM)

@@ -226,7 +226,7 @@ def wait_gone(pid: int, timeout: float = 20.0) -> None:
     """Wait for the end of a process that is not our child, by its pidfd."""
     try:
         fd = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):  # the latter from Linux 6.16 on, while it ends
         return
     try:
         if not multiprocessing.connection.wait([fd], timeout):

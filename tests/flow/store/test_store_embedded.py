@@ -51,7 +51,7 @@ async def wait_until_ended(pid: int, within: float = 10) -> None:
     """Wait for the end of a process that is not our child."""
     try:
         handle = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except (ProcessLookupError, FileNotFoundError):
         return
     try:
         async with asyncio.timeout(within):

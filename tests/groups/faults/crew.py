@@ -341,7 +341,7 @@ class Crew:
                 self.bury(rank)
         # Workers of a DataLoader look every five seconds whether their trainer lives.
         for pid in self._orphans:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 fd = os.pidfd_open(pid)
                 try:
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
