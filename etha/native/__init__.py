@@ -34,6 +34,7 @@ from etha.native.structs import (
     StreamEnd,
     StreamsStruct,
     StreamTable,
+    partial_bytes,
     ring_length,
     run_arguments,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "StreamTable",
     "load",
     "open_library",
+    "partial_bytes",
     "ring_length",
     "run_arguments",
     "why_python",

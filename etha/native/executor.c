@@ -49,7 +49,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { DONE = 0, AGAIN = 1, TIMEOUT = 2, STOPPED = 3, GAVE_UP = 4, MISMATCH = 5, INVALID = 6 };
-enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5, SEND_BYTES = 6, FLUSH = 7 };
+enum { COPY = 1, REDUCE = 2, POST = 3, WAIT = 4, MATCH = 5, SEND_BYTES = 6, FLUSH = 7, PARTIAL = 8, COMBINE = 9, GROUPED = 10 };
 enum { SUM = 1, AVG = 2, PREMUL_SUM = 3, PRODUCT = 4, MIN = 5, MAX = 6, BAND = 7, BOR = 8, BXOR = 9 };
 enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I64 = 9, BOOL = 10 };
 #define ALL 0xFFFFFFFFu
@@ -70,7 +70,7 @@ enum { F16 = 1, BF16 = 2, F32 = 3, F64 = 4, U8 = 5, I8 = 6, I16 = 7, I32 = 8, I6
 #define HAS_SPLITS 2
 
 typedef struct { uint32_t kind, n, dst_space, src_space; uint64_t dst, src, count; } step;
-typedef struct { uint32_t space, pad; uint64_t offset; } source;
+typedef struct { uint32_t space, host; uint64_t offset; } source;
 
 typedef struct etha_streams etha_streams; /* streams.c */
 
@@ -356,6 +356,7 @@ INLINE uint16_t to_bf16(float f) {
 }
 
 #define BLOCK 1024
+#define MOST_SOURCES 1024
 typedef void (*reducer)(uint8_t *dst, const uint8_t *const *src, uint32_t n, uint64_t count, const scalars *k);
 
 /* One reduction: T in memory, A in the accumulator; FIRST is applied to each element of each source, COMBINE(a, x) in the
@@ -490,36 +491,140 @@ static void reduce_f16(uint32_t op, uint8_t *dst, const uint8_t *const *src, uin
 }
 #endif
 
+/* ---- reductions in two levels: the sources of each host, then the hosts ---- */
+
+/* 16-bit floats are summed as float32. What is between the two levels is of that type, so that a result is rounded once. */
+INLINE int widens(uint32_t dtype, uint32_t op) { return (dtype == F16 || dtype == BF16) && op < MIN; }
+
+static void widen(uint32_t dtype, float *to, const uint8_t *from, uint64_t m) {
+    const any_u16 *p = (const any_u16 *)from;
+#ifdef CONVERTS_F16
+    if (dtype == F16 && __builtin_cpu_supports("f16c")) {
+        widen_f16(to, from, m);
+        return;
+    }
+#endif
+    if (dtype == F16)
+        for (uint64_t i = 0; i < m; i++) to[i] = from_f16(p[i]);
+    else
+        for (uint64_t i = 0; i < m; i++) to[i] = from_bf16(p[i]);
+}
+
+static void narrow(uint32_t dtype, uint8_t *to, const float *from, uint64_t m) {
+    any_u16 *p = (any_u16 *)to;
+#ifdef CONVERTS_F16
+    if (dtype == F16 && __builtin_cpu_supports("f16c")) {
+        narrow_f16(to, from, m);
+        return;
+    }
+#endif
+    if (dtype == F16)
+        for (uint64_t i = 0; i < m; i++) p[i] = to_f16(from[i]);
+    else
+        for (uint64_t i = 0; i < m; i++) p[i] = to_bf16(from[i]);
+}
+
+/* One host: an average is not divided yet, a factor is applied to each element. */
+static void reduce_partial(uint32_t dtype, uint32_t op, uint8_t *dst, const uint8_t *const *src, uint32_t n, uint64_t count,
+                           const scalars *k) {
+    uint32_t sum = op == AVG ? SUM : op;
+    if (!widens(dtype, op)) {
+        REDUCERS[dtype][sum](dst, src, n, count, k);
+        return;
+    }
+    float acc[BLOCK], x[BLOCK];
+    const uint8_t *both[2] = {(const uint8_t *)acc, (const uint8_t *)x};
+    reducer combine = REDUCERS[F32][sum == PREMUL_SUM ? SUM : sum];
+    for (uint64_t at = 0; at < count; at += BLOCK) {
+        uint64_t m = count - at < BLOCK ? count - at : BLOCK;
+        for (uint32_t s = 0; s < n; s++) {
+            float *to = s ? x : acc;
+            widen(dtype, to, src[s] + 2 * at, m);
+            if (op == PREMUL_SUM) premul_f32((uint8_t *)to, both + (s ? 1 : 0), 1, m, k);
+            if (s) combine((uint8_t *)acc, both, 2, m, k);
+        }
+        memcpy(dst + 4 * at, acc, 4 * m);
+    }
+}
+
+/* The hosts: what PARTIAL made, into elements of the call's type. */
+static void reduce_combine(uint32_t dtype, uint32_t op, uint8_t *dst, const uint8_t *const *src, uint32_t n, uint64_t count,
+                           const scalars *k) {
+    uint32_t sum = op == PREMUL_SUM ? SUM : op;
+    if (!widens(dtype, op)) {
+        REDUCERS[dtype][sum](dst, src, n, count, k);
+        return;
+    }
+    float acc[BLOCK];
+    const uint8_t *from[MOST_SOURCES];
+    for (uint64_t at = 0; at < count; at += BLOCK) {
+        uint64_t m = count - at < BLOCK ? count - at : BLOCK;
+        for (uint32_t s = 0; s < n; s++) from[s] = src[s] + 4 * at;
+        REDUCERS[F32][sum]((uint8_t *)acc, from, n, m, k);
+        narrow(dtype, dst + 2 * at, acc, m);
+    }
+}
+
+/* Both levels at once. Sources of one host stand together, in the table `from`. */
+static void reduce_grouped(uint32_t dtype, uint32_t op, uint8_t *dst, const uint8_t *const *src, const source *from, uint32_t n,
+                           uint64_t count, const scalars *k) {
+    uint64_t acc[BLOCK], x[BLOCK]; /* of the widest element */
+    const uint8_t *both[2] = {(const uint8_t *)acc, (const uint8_t *)x}, *part[MOST_SOURCES];
+    uint64_t size = ITEMSIZE[dtype];
+    uint32_t sum = op == AVG || op == PREMUL_SUM ? SUM : op;
+    reducer add = REDUCERS[widens(dtype, op) ? F32 : dtype][sum];
+    for (uint64_t at = 0; at < count; at += BLOCK) {
+        uint64_t m = count - at < BLOCK ? count - at : BLOCK;
+        for (uint32_t first = 0, end; first < n; first = end) {
+            for (end = first; end < n && from[end].host == from[first].host; end++) part[end - first] = src[end] + size * at;
+            reduce_partial(dtype, op, (uint8_t *)(first ? x : acc), part, end - first, m, k);
+            if (first) add((uint8_t *)acc, both, 2, m, k);
+        }
+        reduce_combine(dtype, op, dst + size * at, both, 1, m, k);
+    }
+}
+
 static int64_t as_integer(double x) {
     return x >= -9223372036854775808.0 && x < 9223372036854775808.0 ? (int64_t)x : 0;
 }
 
 #define CHUNK (1u << 20)
-#define MOST_SOURCES 1024
 
 /* Both look at the stop word between pieces of about a MiB, so an abort does not wait for a long tensor. */
 static int run_reduce(etha_run_args *a, const step *s) {
     if (a->dtype > BOOL || a->op > BXOR || !REDUCERS[a->dtype][a->op] || s->n == 0 || s->n > MOST_SOURCES) return INVALID;
-    reducer reduce = REDUCERS[a->dtype][a->op];
+    uint32_t kind = s->kind, integer_average = a->op == AVG && a->dtype > F64;
+    if (kind == GROUPED && integer_average) kind = REDUCE; /* the order of integers changes nothing */
+    if (kind != REDUCE && integer_average) return INVALID; /* its sum is of 64 bits */
+    uint32_t dtype = a->dtype;
+    uint64_t count = s->count;
+    if (a->op >= BAND && dtype != BOOL) count *= ITEMSIZE[dtype], dtype = U8; /* any integer's bytes */
+    reducer reduce = REDUCERS[dtype][a->op];
     double divisor = a->divisor ? a->divisor : s->n;
     scalars k = {divisor, a->factor, (float)divisor, (float)a->factor, (int64_t)divisor, as_integer(a->factor)};
     const uint8_t *src[MOST_SOURCES];
     const source *from = a->sources + s->src;
     uint8_t *dst = a->spaces[s->dst_space] + s->dst;
-    uint64_t size = ITEMSIZE[a->dtype], count = s->count;
-    if (a->op >= BAND) count *= size, size = 1;
+    uint64_t size = ITEMSIZE[dtype], wide = widens(dtype, a->op) ? 4 : size;
+    uint64_t size_in = kind == COMBINE ? wide : size, size_out = kind == PARTIAL ? wide : size;
     uint64_t piece = CHUNK / size;
     for (uint64_t at = 0; at < count; at += piece) {
         uint64_t m = count - at < piece ? count - at : piece;
         if (at && atomic_load_explicit(a->group->stop, memory_order_relaxed)) return STOPPED;
-        for (uint32_t i = 0; i < s->n; i++) src[i] = a->spaces[from[i].space] + from[i].offset + at * size;
+        for (uint32_t i = 0; i < s->n; i++) src[i] = a->spaces[from[i].space] + from[i].offset + at * size_in;
+        uint8_t *to = dst + at * size_out;
+        switch (kind) {
+        case PARTIAL: reduce_partial(dtype, a->op, to, src, s->n, m, &k); continue;
+        case COMBINE: reduce_combine(dtype, a->op, to, src, s->n, m, &k); continue;
+        case GROUPED: reduce_grouped(dtype, a->op, to, src, from, s->n, m, &k); continue;
+        }
 #ifdef CONVERTS_F16
         if (a->dtype == F16 && __builtin_cpu_supports("f16c")) {
-            reduce_f16(a->op, dst + at * size, src, s->n, m, &k);
+            reduce_f16(a->op, to, src, s->n, m, &k);
             continue;
         }
 #endif
-        reduce(dst + at * size, src, s->n, m, &k);
+        reduce(to, src, s->n, m, &k);
     }
     return DONE;
 }
@@ -543,7 +648,10 @@ static int run_flush(etha_run_args *a, limits *l);
 static int run_step(etha_run_args *a, const step *s, limits *l) {
     switch (s->kind) {
     case COPY: return run_copy(a, s);
-    case REDUCE: return run_reduce(a, s);
+    case REDUCE:
+    case PARTIAL:
+    case COMBINE:
+    case GROUPED: return run_reduce(a, s);
     case POST: run_post(a, s); return DONE;
     case WAIT: return run_wait(a, s, l);
     case MATCH: return run_match(a);

@@ -32,6 +32,7 @@ from etha.native.structs import (
     GAVE_UP,
     HAS_SPLITS,
     HEADER,
+    ITEMSIZE,
     POSTED,
     RING_LINES,
     SLEEPING,
@@ -47,6 +48,7 @@ from etha.native.structs import (
     StepKind,
     StreamEnd,
     StreamTable,
+    partial_bytes,
 )
 
 #: Number of the system call futex by machine.
@@ -91,6 +93,7 @@ FOR_BOOL: dict[int, ReduceCode] = {
     ReduceCode.BXOR: ReduceCode.BXOR,
 }
 FLOATS = (DtypeCode.F16, DtypeCode.BF16, DtypeCode.F32, DtypeCode.F64)
+REDUCES = (StepKind.REDUCE, StepKind.PARTIAL, StepKind.COMBINE, StepKind.GROUPED)
 
 
 class _Memory:
@@ -308,7 +311,7 @@ class PythonLibrary:
         kind = int(step["kind"])
         if kind == StepKind.COPY:
             return self._copy(args, step)
-        if kind == StepKind.REDUCE:
+        if kind in REDUCES:
             return self._reduce(args, step)
         if kind == StepKind.POST:
             return self._post(args, int(step["count"]))
@@ -397,22 +400,40 @@ class PythonLibrary:
         return RunResult.DONE
 
     def _reduce(self, args: RunArguments, step: Any) -> RunResult:
-        dtype, op, n, count = args.dtype, args.op, int(step["n"]), int(step["count"])
+        kind, dtype, op, n, count = int(step["kind"]), args.dtype, args.op, int(step["n"]), int(step["count"])
         if not _has_meaning(dtype, op) or not 0 < n <= 1024:
+            return RunResult.INVALID
+        wide = partial_bytes(dtype, op)
+        if kind == StepKind.GROUPED and not wide:
+            kind = StepKind.REDUCE
+        if kind != StepKind.REDUCE and not wide:
             return RunResult.INVALID
         spaces = args.kept[2]
         table = args.kept[1][int(step["src"]) : int(step["src"]) + n]
         src = [int(spaces[s["space"]]) + int(s["offset"]) for s in table]
         dst = int(spaces[step["dst_space"]]) + int(step["dst"])
         element = np.dtype(DTYPES[dtype])
+        between = np.dtype(np.float32) if wide > element.itemsize else element
+        given = between if kind == StepKind.COMBINE else element
+        made = between if kind == StepKind.PARTIAL else element
+        factor, divisor = args.factor, args.divisor or n
+        hosts = [int(s["host"]) for s in table]
         for at in range(0, count, BLOCK):
             if at and args.memory.stop_word[0]:
                 return RunResult.STOPPED
-            m, offset = min(BLOCK, count - at), at * element.itemsize
-            parts = [_array(address + offset, m, element) for address in src]
-            _array(dst + offset, m, element)[:] = reduce_arrays(
-                dtype, op, parts, factor=args.factor, divisor=args.divisor or n
-            )
+            m = min(BLOCK, count - at)
+            parts = [_array(address + at * given.itemsize, m, given) for address in src]
+            if kind == StepKind.PARTIAL:
+                result = partial_arrays(dtype, op, parts, factor=factor)
+            elif kind == StepKind.COMBINE:
+                result = combine_arrays(dtype, op, parts, divisor=divisor)
+            elif kind == StepKind.GROUPED:
+                each = [[parts[i] for i in range(n) if hosts[i] == host] for host in dict.fromkeys(hosts)]
+                sums = [partial_arrays(dtype, op, those, factor=factor) for those in each]
+                result = combine_arrays(dtype, op, sums, divisor=divisor)
+            else:
+                result = reduce_arrays(dtype, op, parts, factor=factor, divisor=divisor)
+            _array(dst + at * made.itemsize, m, made)[:] = result
         return RunResult.DONE
 
     # ---- point to point ----
@@ -687,10 +708,8 @@ def reduce_arrays(dtype: int, op: int, parts: list[NDArray[Any]], *, factor: flo
         if dtype == DtypeCode.BOOL:
             op = FOR_BOOL[op]
             parts = [(x != 0).astype(np.uint8) for x in parts]
-        if dtype == DtypeCode.F16:
-            parts = [x.astype(np.float32) for x in parts]
-        elif dtype == DtypeCode.BF16:
-            parts = [(x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in parts]
+        if dtype in (DtypeCode.F16, DtypeCode.BF16):
+            parts = _float32(dtype, parts)
         if dtype not in FLOATS and op == ReduceCode.AVG:
             parts = [x.astype(np.int64) for x in parts]
         scale = op == ReduceCode.PREMUL_SUM
@@ -705,6 +724,35 @@ def reduce_arrays(dtype: int, op: int, parts: list[NDArray[Any]], *, factor: flo
                 quotient = total // divisor  # rounds down; the library truncates
                 total = quotient + ((total < 0) & (quotient * divisor != total))
         return _to_bf16(total) if dtype == DtypeCode.BF16 else total.astype(DTYPES[dtype])
+
+
+def partial_arrays(dtype: int, op: int, parts: list[NDArray[Any]], *, factor: float) -> NDArray[Any]:
+    """What PARTIAL makes of sources: of 16-bit floats that are summed it is float32."""
+    op = ReduceCode.SUM if op == ReduceCode.AVG else op
+    if partial_bytes(dtype, op) > ITEMSIZE[dtype]:
+        widened = _float32(dtype, parts)
+        return reduce_arrays(DtypeCode.F32, op, widened, factor=factor, divisor=1)
+    return reduce_arrays(dtype, op, parts, factor=factor, divisor=1)
+
+
+def combine_arrays(dtype: int, op: int, parts: list[NDArray[Any]], *, divisor: int) -> NDArray[Any]:
+    """What COMBINE makes of what PARTIAL made."""
+    op = ReduceCode.SUM if op == ReduceCode.PREMUL_SUM else op
+    if partial_bytes(dtype, op) > ITEMSIZE[dtype]:
+        total = reduce_arrays(DtypeCode.F32, op, parts, factor=1.0, divisor=divisor)
+        return _to_bf16(total) if dtype == DtypeCode.BF16 else _to_f16(total)
+    return reduce_arrays(dtype, op, parts, factor=1.0, divisor=divisor)
+
+
+def _float32(dtype: int, parts: list[NDArray[Any]]) -> list[NDArray[Any]]:
+    if dtype == DtypeCode.F16:
+        return [x.astype(np.float32) for x in parts]
+    return [(x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in parts]
+
+
+def _to_f16(x: NDArray[np.float32]) -> NDArray[np.float16]:
+    with np.errstate(all="ignore"):
+        return x.astype(np.float16)
 
 
 def _wrapped(factor: float, dtype: np.dtype[Any]) -> Any:

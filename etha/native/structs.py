@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 #: POST: the own phase becomes ``phase_base + count``. WAIT: until rank ``src_space`` (``ALL``: everybody) has posted
 #: that phase. MATCH: compare the descriptors of all members. SEND: ``count`` bytes from ``src_space + src`` go to rank
 #: ``n``, a member of another host, as those at ``dst_space + dst`` in the own memfd. FLUSH: until the kernel has all
-#: that was to be sent.
+#: that was to be sent. PARTIAL: a REDUCE whose results are ``partial_bytes`` long and are not divided yet; COMBINE: a
+#: REDUCE of such results, which also divides; GROUPED: both at once, with the sources of one ``host`` side by side.
 STEP = np.dtype(
     [
         ("kind", "<u4"),
@@ -33,7 +34,7 @@ STEP = np.dtype(
         ("count", "<u8"),
     ]
 )
-SOURCE = np.dtype([("space", "<u4"), ("pad", "<u4"), ("offset", "<u8")])
+SOURCE = np.dtype([("space", "<u4"), ("host", "<u4"), ("offset", "<u8")])
 #: The rank in a WAIT that means all others; also "no rank" in ``RunArguments.failed_rank``.
 ALL = 0xFFFFFFFF
 
@@ -103,6 +104,9 @@ class StepKind(enum.IntEnum):
     MATCH = 5
     SEND = 6
     FLUSH = 7
+    PARTIAL = 8
+    COMBINE = 9
+    GROUPED = 10
 
 
 class ReduceCode(enum.IntEnum):
@@ -130,6 +134,22 @@ class DtypeCode(enum.IntEnum):
     I32 = 8
     I64 = 9
     BOOL = 10
+
+
+#: Bytes of an element by DtypeCode.
+ITEMSIZE = (0, 2, 2, 4, 8, 1, 1, 2, 4, 8, 1)
+
+
+def partial_bytes(dtype: int, op: int) -> int:
+    """Bytes of an element between PARTIAL and COMBINE; 0 for an average of integers, which has none: its sum is wider.
+
+    Sums of 16-bit floats are float32 there, so that they are rounded once.
+    """
+    if op == ReduceCode.AVG and dtype > DtypeCode.F64:
+        return 0
+    if dtype in (DtypeCode.F16, DtypeCode.BF16) and op < ReduceCode.MIN:
+        return 4
+    return ITEMSIZE[dtype]
 
 
 class MessageKind(enum.IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,13 +50,16 @@ def copy(dst_space: int, src_space: int, count: int, dst: int = 0, src: int = 0)
     return (StepKind.COPY, 0, dst_space, src_space, dst, src, count)
 
 
-def reduce(dst_space: int, first: int, n: int, count: int, dst: int = 0) -> tuple[int, ...]:
-    return (StepKind.REDUCE, n, dst_space, 0, dst, first, count)
+def reduce(
+    dst_space: int, first: int, n: int, count: int, dst: int = 0, kind: StepKind = StepKind.REDUCE
+) -> tuple[int, ...]:
+    return (kind, n, dst_space, 0, dst, first, count)
 
 
-def sources(*rows: tuple[int, int]) -> NDArray[np.void]:
+def sources(*rows: tuple[int, int], hosts: Sequence[int] = ()) -> NDArray[np.void]:
     """Rows of (space, offset)."""
-    return np.array([(space, 0, offset) for space, offset in rows], dtype=SOURCE)
+    each = hosts or [0] * len(rows)
+    return np.array([(space, host, offset) for (space, offset), host in zip(rows, each, strict=True)], dtype=SOURCE)
 
 
 def spaces(*arrays: NDArray | int) -> NDArray[np.uint64]:

@@ -14,7 +14,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from etha.native import DtypeCode, NativeLibrary, ReduceCode, RunResult, open_library, run_arguments
+from etha.native import (
+    DtypeCode,
+    NativeLibrary,
+    ReduceCode,
+    RunResult,
+    StepKind,
+    open_library,
+    partial_bytes,
+    run_arguments,
+)
 from etha.native.build import FLAGS, SOURCE_FILE, source_hash
 from tests.unit.native import libraries
 from tests.unit.native.pages import Pages, reduce, sources, spaces, steps
@@ -175,6 +184,116 @@ def test_any_number_of_sources_equals_a_plain_loop(library: NativeLibrary, dtype
                 library, dtype, op, inputs, shift=shift, into=into, factor=0.3 if dtype in FLOATS else 3, divisor=n
             )
             assert same(dtype, found, reference(dtype, op, inputs, 0.3 if dtype in FLOATS else 3, n)), (n, shift, into)
+
+
+# ---- two levels: the sources of each host, then the hosts --------------------------------------
+
+
+def two_levels(
+    dtype: DtypeCode, op: ReduceCode, inputs: list[NDArray], hosts: list[int], factor: float, divisor: int
+) -> NDArray:
+    """The sources of each host one after the other, then the hosts one after the other; rounded once."""
+    if op is ReduceCode.AVG and dtype in INTEGERS:
+        return reference(dtype, op, inputs, factor, divisor)
+    parts = [wide(dtype, x) for x in inputs]
+    if dtype is DtypeCode.BOOL:
+        op = FOR_BOOL.get(op, op)
+    if op is ReduceCode.PREMUL_SUM:
+        parts = [(x * parts[0].dtype.type(factor)).astype(x.dtype) for x in parts]
+    sums = [
+        fold(COMBINE[op], [x for x, h in zip(parts, hosts, strict=True) if h == host]) for host in sorted(set(hosts))
+    ]
+    result = fold(COMBINE[op], sums)
+    if op is ReduceCode.AVG:
+        result = result / result.dtype.type(divisor)
+    return narrow(dtype, result)
+
+
+def run_levels(
+    library: NativeLibrary, dtype: DtypeCode, op: ReduceCode, inputs: list[NDArray], hosts: list[int], factor: float,
+    *, shift: int, at_once: bool,
+) -> NDArray:  # fmt: skip
+    """By one GROUPED into the first input, or by a PARTIAL for each host and a COMBINE of what they made."""
+    n, count, itemsize = len(inputs), len(inputs[0]), inputs[0].dtype.itemsize
+    each, between = sorted(set(hosts)), partial_bytes(dtype, op)
+    held = [np.full(count * itemsize + 64, 0xA5, np.uint8) for _ in inputs]
+    for buffer, x in zip(held, inputs, strict=True):
+        buffer[shift : shift + count * itemsize] = x.view(np.uint8)
+    sums = [np.full(count * between + 64, 0xA5, np.uint8) for _ in each]
+    rows = [(i, shift) for i in range(n)]
+    if at_once:
+        program = steps(reduce(0, 0, n, count, dst=shift, kind=StepKind.GROUPED))
+    else:
+        first = [hosts.index(host) for host in each]
+        program = steps(
+            *(
+                reduce(n + k, first[k], hosts.count(host), count, dst=shift, kind=StepKind.PARTIAL)
+                for k, host in enumerate(each)
+            ),
+            reduce(0, n, len(each), count, dst=shift, kind=StepKind.COMBINE),
+        )
+        rows += [(n + k, shift) for k in range(len(each))]
+    args = run_arguments(
+        Pages(1).member(0),
+        program,
+        sources(*rows, hosts=[*hosts, *range(len(rows) - n)]),
+        spaces(*held, *sums),
+        phase_base=0,
+        call_number=0,
+        dtype=dtype,
+        op=op,
+        factor=factor,
+        divisor=n,
+    )
+    assert library.run(args) is RunResult.DONE
+    for buffer, length in [*((b, itemsize) for b in held), *((b, between) for b in sums)]:
+        assert (buffer[:shift] == 0xA5).all() and (buffer[shift + count * length :] == 0xA5).all()
+    return held[0][shift : shift + count * itemsize].copy().view(inputs[0].dtype)
+
+
+@EACH_CASE
+@pytest.mark.parametrize("at_once", [True, False], ids=["grouped", "partial and combine"])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_sources_of_a_host_are_reduced_before_the_hosts(
+    library: NativeLibrary, dtype: DtypeCode, op: ReduceCode, at_once: bool
+) -> None:
+    factor = 0.3 if dtype in FLOATS else 3
+    if not at_once and not partial_bytes(dtype, op):
+        return
+    layouts = ([0], [0, 0], [0, 1], [0, 0, 1, 1], [0, 0, 0, 1, 2, 2], [0, 1, 1, 1])
+    for (number, hosts), count in itertools.product(enumerate(layouts), (1, 65, 1024, 2500)):
+        shift = (0, 1, 6)[(number + count) % 3]
+        inputs = [random_bits(31 * number + i + count, dtype, count) for i in range(len(hosts))]
+        found = run_levels(library, dtype, op, inputs, hosts, factor, shift=shift, at_once=at_once)
+        assert same(dtype, found, two_levels(dtype, op, inputs, hosts, factor, len(hosts))), (hosts, count, shift)
+
+
+def test_the_order_of_hosts_shows_in_the_bits(library: NativeLibrary) -> None:
+    big, one = np.array([2.0**24], np.float32), np.array([1.0], np.float32)
+    inputs, hosts = [big, one, one, -big], [0, 1, 1, 0]
+    by_host = [inputs[i] for i in (0, 3, 1, 2)]
+    for at_once in (True, False):
+        found = run_levels(
+            library, DtypeCode.F32, ReduceCode.SUM, by_host, sorted(hosts), 1.0, shift=0, at_once=at_once
+        )
+        assert found[0] == 2.0
+    assert run(library, DtypeCode.F32, ReduceCode.SUM, inputs)[0] == 0.0
+
+
+@pytest.mark.parametrize("kind", [StepKind.PARTIAL, StepKind.COMBINE])
+def test_an_average_of_integers_has_no_partial_sums(library: NativeLibrary, kind: StepKind) -> None:
+    x = np.zeros(4, np.int32)
+    args = run_arguments(
+        Pages(1).member(0),
+        steps(reduce(0, 0, 1, 4, kind=kind)),
+        sources((0, 0)),
+        spaces(x),
+        phase_base=0,
+        call_number=0,
+        dtype=DtypeCode.I32,
+        op=ReduceCode.AVG,
+    )
+    assert library.run(args) is RunResult.INVALID
 
 
 TORCH_OPS: dict[ReduceCode, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
