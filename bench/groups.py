@@ -62,10 +62,10 @@ class Place:
         options._devices = [dist.ProcessGroupGloo.create_device(interface="bench0")]
         return dist.ProcessGroupGloo(self.store("gloo"), self.rank, self.size, options)
 
-    def group(self, name: str, kind: Any = None) -> Any:
+    def group(self, name: str, kind: Any = None, **options: Any) -> Any:
         from etha.groups.host.etha_group import ProcessGroupEtha
 
-        group = (kind or ProcessGroupEtha)(timeout=60)
+        group = (kind or ProcessGroupEtha)(timeout=60, **options)
         group.configure(f"{self.address}:{self.port}/{name}", f"replica {self.rank}", self.rank, self.size)
         return group
 
@@ -123,6 +123,32 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
         thread.join()
     place.pipe.send({n: {name: statistics.median(t) for name, t in times.items()} for n, times in found.items()})
     group.barrier().wait()
+
+
+def orders(place: Place, runs: int) -> None:
+    """Of 64 MiB between hosts, by kind: the median in seconds, and what the first host has sent for one call."""
+    torch.set_num_threads(1)
+    kinds = {"Gloo": place.gloo()} | {order: place.group(order, order=order) for order in ("host", "rank")}
+    tensor = torch.ones(16 * MIB)
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    sent: dict[str, list[int]] = {name: [] for name in kinds}
+    for turn in range(7 * runs + 1):
+        for name, each in kinds.items():
+            kinds["host"].barrier().wait()
+            before, start = _sent(), time.perf_counter()
+            each.allreduce([tensor], _synchronous()).wait()
+            kinds["host"].barrier().wait()  # of all: the host has sent everything
+            if turn:
+                times[name].append(time.perf_counter() - start)
+                sent[name].append(_sent() - before)
+    place.pipe.send({name: (statistics.median(times[name]), statistics.median(sent[name])) for name in kinds})
+    kinds["host"].barrier().wait()
+
+
+def _sent() -> int:
+    """Bytes that the link of this namespace has sent so far."""
+    lines = Path("/proc/net/dev").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if "bench0:" in line).split()[9])
 
 
 def trains(place: Place, runs: int) -> None:
@@ -249,8 +275,8 @@ def _in_namespace(place: Place, body: Callable[..., None], *args: Any) -> None:
     body(place, *args)
 
 
-def run_between(body: Callable[..., None], *args: Any, beside: int = 0) -> list[Any]:
-    """As `run` with two members, each in a namespace of its own."""
+def run_between(body: Callable[..., None], *args: Any, beside: int = 0, size: int = 2) -> list[Any]:
+    """As `run`, with half of the members in each of two namespaces."""
     stores: list[Any] = []
     with namespaces() as names:
 
@@ -263,11 +289,10 @@ def run_between(body: Callable[..., None], *args: Any, beside: int = 0) -> list[
         thread.join()
         others = [CONTEXT.Process(target=_spin_process, daemon=True) for _ in range(beside)]
         members, pipes = [], []
-        for rank in range(2):
+        for rank in range(size):
             here, there = CONTEXT.Pipe()
-            place = Place(
-                rank=rank, size=2, port=stores[0].port, pipe=there, namespace=names[rank], address="10.219.1.1"
-            )
+            name = names[rank * 2 // size]
+            place = Place(rank=rank, size=size, port=stores[0].port, pipe=there, namespace=name, address="10.219.1.1")
             members.append(CONTEXT.Process(target=_in_namespace, args=(place, body, *args), daemon=True))
             pipes.append(here)
         for process in [*others, *members]:
@@ -343,6 +368,15 @@ def main() -> None:
         out += table(title, run_between(calls, runs, True, False))
         title = "2 members between namespaces, a busy process beside each"
         out += table(title, run_between(calls, runs, False, False, beside=2))
+        found = run_between(orders, runs, size=4)[0]
+        out += [
+            "### 2 members in each of two namespaces, 64 MiB",
+            "",
+            "| | ms | MiB that a host sends |",
+            "|---|---:|---:|",
+        ]
+        out += [f"| {name} | {seconds * 1e3:.1f} | {sent / MIB:.1f} |" for name, (seconds, sent) in found.items()]
+        out.append("")
     for size in (2, 8):
         out.append(f"configure, {size} members: {max(run(size, configures, runs)) * 1e3:.1f} ms")
     kills = [kill_to_error() for _ in range(3 * runs)]

@@ -4,8 +4,9 @@ A call of all members becomes one program per rank. A rank writes only into its 
 phase when its part is in place and *waits* until others have posted it. A round fills one window; rounds alternate.
 
 Between hosts the same programs hold. What a rank will read of a window of another host is sent to it right before the
-POST for which it waits, and arrives in its mirror of that window; see native/streams.c. A rank that is alone on its
-host sends straight from its tensors in an ALLREDUCE, because nobody reads its window.
+POST for which it waits, and arrives in its mirror of that window; see native/streams.c. If each host has one rank, an
+ALLREDUCE is sent straight from the tensors, because nobody reads the windows. If hosts have several, each is reduced
+first.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +61,7 @@ class Variant(enum.Enum):
 
 
 #: What one step does, as plain numbers, because a program has hundreds of steps and is built while its caller waits.
-COPY, REDUCE, POST, WAIT, MATCH, SEND, FLUSH = (
+COPY, REDUCE, POST, WAIT, MATCH, SEND, FLUSH, PARTIAL, COMBINE, GROUPED = (
     StepKind.COPY.value,
     StepKind.REDUCE.value,
     StepKind.POST.value,
@@ -67,6 +69,9 @@ COPY, REDUCE, POST, WAIT, MATCH, SEND, FLUSH = (
     StepKind.MATCH.value,
     StepKind.SEND.value,
     StepKind.FLUSH.value,
+    StepKind.PARTIAL.value,
+    StepKind.COMBINE.value,
+    StepKind.GROUPED.value,
 )
 #: A window's parts begin at multiples of this, so that no two ranks write to one line of the cache.
 LINE = 64
@@ -87,6 +92,8 @@ class CallShape:
     rank s. REDUCE_SCATTER: inputs[t * n + d] is for outputs[t] of rank d. ALLTOALL: inputs[d] to rank d, outputs[s]
     from rank s; `matrix[s][d]` has the elements from s to d. GATHER: one input, n outputs on the root. SCATTER: n
     inputs on the root, one output. All pieces of GATHER and SCATTER are equal. BARRIER: none.
+
+    `partial`: bytes of an element of the sum of one host, before the hosts' sums are added; 0 if there is no such sum.
     """
 
     kind: Kind
@@ -95,13 +102,16 @@ class CallShape:
     outputs: tuple[int, ...]
     root: int = -1
     matrix: tuple[tuple[int, ...], ...] | None = None
+    partial: int = 0
 
 
 class CallStep(NamedTuple):
     """One step of a program. Offsets are bytes in a numbered space (`Spaces`).
 
     COPY: `amount` bytes. REDUCE: `amount` elements of each of `sources`, (space, offset) in rank order; the destination
-    may be one of the sources. POST and WAIT: `amount` is the phase, from 1; WAIT: `src_space` is a rank or ALL.
+    may be one of the sources. PARTIAL: a REDUCE over one host, COMBINE: one over hosts, of what PARTIAL made. GROUPED:
+    a REDUCE of sources of which those of one host stand together; `hosts` has the host of each. POST and WAIT: `amount`
+    is the phase, from 1; WAIT: `src_space` is a rank or ALL.
     MATCH compares all members' descriptors. SEND: `amount` bytes of a window or a tensor go to `peer`, a rank
     of another host, as those of a window. FLUSH waits until all that was sent has been read.
     `round` counts window changes from 0; only the simulator reads it.
@@ -116,6 +126,7 @@ class CallStep(NamedTuple):
     sources: tuple[tuple[int, int], ...] = ()
     round: int = -1
     peer: int = 0
+    hosts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +192,8 @@ class CallProgram:
                 src = step.src
                 if step.sources:
                     src = len(sources)
-                    sources += [(space, 0, offset) for space, offset in step.sources]
+                    hosts = step.hosts or (0,) * len(step.sources)
+                    sources += [(space, host, at) for (space, at), host in zip(step.sources, hosts, strict=True)]
                 n = step.peer if step.kind == SEND else len(step.sources)
                 rows.append((step.kind, n, step.dst_space, step.src_space, step.dst, src, step.amount))
             steps, table = np.array(rows, dtype=STEP), np.array(sources, dtype=SOURCE)
@@ -199,12 +211,17 @@ def program(
 ) -> CallProgram:
     """The program of one rank. WINDOWS and IN_PLACE programs run after `match_program`, in a phase count of their own.
 
-    `hosts`: the number of each rank's host; () if all are on one. Raises ValueError for a shape that no call can have,
-    for SMALL if a rank stages more than a window holds, and for IN_PLACE over several hosts.
+    `hosts`: the number of each rank's host; () if all are on one. Sources are reduced host by host, the hosts in the
+    order of their lowest ranks, unless `shape.partial` is 0: then rank by rank. Raises ValueError for a shape that no
+    call can have, for SMALL if a rank stages more than a window holds, and for IN_PLACE over several hosts.
     """
     far = len(set(hosts)) > 1
-    direct = far and shape.kind is Kind.ALLREDUCE and variant is Variant.WINDOWS and hosts.count(hosts[rank]) == 1
-    own = _program(shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, far=far, direct=direct)
+    by_host = _numbered(hosts) if far and sums_per_host(shape, hosts) else ()
+    whole = far and shape.kind is Kind.ALLREDUCE and variant is Variant.WINDOWS
+    direct = whole and not by_host and hosts.count(hosts[rank]) == 1
+    own = _program(
+        shape, rank=rank, size=size, window_bytes=window_bytes, variant=variant, far=far, direct=direct, by_host=by_host
+    )
     if not far:
         return own
     if variant is Variant.IN_PLACE:
@@ -213,9 +230,10 @@ def program(
     for peer in own.others:
         if hosts[peer] != hosts[rank]:
             other = _program(
-                shape_of(shape, peer, size), rank=peer, size=size, window_bytes=window_bytes, variant=variant, far=True
-            )
-            for phase, window, offset, count, number in _reads(other, rank, shape.itemsize):
+                shape_of(shape, peer, size), rank=peer, size=size, window_bytes=window_bytes, variant=variant, far=True,
+                by_host=by_host,
+            )  # fmt: skip
+            for phase, window, offset, count, number in _reads(other, rank, shape):
                 space = own.spaces.window(rank, window)
                 sends.setdefault(phase, []).extend(
                     CallStep(SEND, space, source, at, start, length, (), number, peer)
@@ -244,7 +262,19 @@ def _tensor_pieces(
         yield spaces.output(tensor), start, place - lo, length
 
 
-def _reads(program: CallProgram, rank: int, itemsize: int) -> list[tuple[int, int, int, int, int]]:
+def sums_per_host(shape: CallShape, hosts: tuple[int, ...]) -> bool:
+    """Whether several members of a host reduce among each other first."""
+    return shape.kind in REDUCTIONS and bool(shape.partial) and 1 < len(set(hosts)) < len(hosts)
+
+
+@lru_cache(maxsize=64)
+def _numbered(hosts: tuple[int, ...]) -> tuple[int, ...]:
+    """The hosts of ranks, numbered from 0 in the order of their lowest ranks."""
+    order = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return tuple(order[host] for host in hosts)
+
+
+def _reads(program: CallProgram, rank: int, shape: CallShape) -> list[tuple[int, int, int, int, int]]:
     """What a program reads of a rank's windows: (phase that the rank has posted then, window, offset, bytes, round)."""
     known = 0
     found: set[tuple[int, int, int, int, int]] = set()
@@ -254,10 +284,11 @@ def _reads(program: CallProgram, rank: int, itemsize: int) -> list[tuple[int, in
             known = step.amount
         elif step.kind == COPY and step.src_space in windows:
             found.add((known, step.round, windows[step.src_space], step.src, step.amount))
-        elif step.kind == REDUCE:
+        elif step.sources:
+            length = step.amount * (shape.partial if step.kind == COMBINE else shape.itemsize)
             for space, offset in step.sources:
                 if space in windows:
-                    found.add((known, step.round, windows[space], offset, step.amount * itemsize))
+                    found.add((known, step.round, windows[space], offset, length))
     merged: list[list[int]] = []
     for each in sorted(found):
         last = merged[-1] if merged else None
@@ -295,10 +326,14 @@ def _program(
     variant: Variant,
     far: bool,
     direct: bool = False,
+    by_host: tuple[int, ...] = (),
 ) -> CallProgram:
-    """The program of one rank without what it sends; `far`: several hosts; `direct`: it sends from tensors."""
+    """The program of one rank without what it sends; `far`: several hosts; `direct`: it sends from tensors; `by_host`:
+    the host of each rank, if sources are reduced host by host."""
     _check(shape, rank, size, window_bytes, variant)
-    b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL)
+    if by_host and not host_round(window_bytes, shape.itemsize, shape.partial):
+        raise ValueError(f"windows of {window_bytes} bytes are too small for the sums of a host")
+    b = _Builder(shape, rank, size, window_bytes, match=variant is Variant.SMALL, by_host=by_host)
     if size == 1:
         _alone(b)
     elif shape.kind is Kind.BARRIER:
@@ -312,6 +347,8 @@ def _program(
         _exchange(b)
     elif variant is Variant.SMALL:
         _reduce_small(b)
+    elif by_host and shape.kind is Kind.ALLREDUCE:
+        _reduce_by_host(b)
     elif far and shape.kind is Kind.ALLREDUCE:
         _reduce_overlapped(b, direct=direct)
     else:
@@ -378,8 +415,12 @@ class TensorStream:
 class _Builder:
     """Collects the steps of one program."""
 
-    def __init__(self, shape: CallShape, rank: int, size: int, window_bytes: int, *, match: bool) -> None:
-        self.shape, self.rank, self.size, self.match = shape, rank, size, match
+    def __init__(
+        self, shape: CallShape, rank: int, size: int, window_bytes: int, *, match: bool, by_host: tuple[int, ...] = ()
+    ) -> None:
+        self.shape, self.rank, self.size, self.match, self.by_host = shape, rank, size, match, by_host
+        #: All ranks, those of one host side by side, if that is how they are reduced.
+        self._order = sorted(range(size), key=lambda r: by_host[r]) if by_host else []
         self.window_bytes = window_bytes // LINE * LINE
         self.itemsize = shape.itemsize
         self.others = [
@@ -405,16 +446,28 @@ class _Builder:
             self.steps.append(CallStep(COPY, dst_space, src_space, dst, src, count, (), self.round))
 
     def reduce(self, dst_space: int, dst: int, sources: Sequence[tuple[int, int]], count: int) -> None:
+        """Reduce `sources`, one of each rank."""
         elements = count // self.itemsize
-        self.steps.append(CallStep(REDUCE, dst_space, 0, dst, 0, elements, tuple(sources), self.round))
+        if self.by_host:
+            sources, hosts = [sources[r] for r in self._order], tuple(self.by_host[r] for r in self._order)
+            step = CallStep(GROUPED, dst_space, 0, dst, 0, elements, tuple(sources), self.round, hosts=hosts)
+        else:
+            step = CallStep(REDUCE, dst_space, 0, dst, 0, elements, tuple(sources), self.round)
+        self.steps.append(step)
+
+    def half_reduce(self, kind: int, dst_space: int, dst: int, sources: Sequence[tuple[int, int]], count: int) -> None:
+        """A PARTIAL or a COMBINE; `count`: bytes of so many elements of the call's type."""
+        elements = count // self.itemsize
+        self.steps.append(CallStep(kind, dst_space, 0, dst, 0, elements, tuple(sources), self.round))
 
     def post(self) -> None:
         self.phase += 1
         self.steps.append(CallStep(POST, amount=self.phase, round=self.round))
 
-    def wait_for(self, phase: int) -> None:
-        """Wait for all others, for a phase that may be an earlier one."""
-        self.steps.append(CallStep(WAIT, src_space=ALL, amount=phase, round=self.round))
+    def wait_for(self, phase: int, ranks: Sequence[int] = (ALL,)) -> None:
+        """Wait for some ranks, or all others, for a phase that may be an earlier one."""
+        for rank in ranks:
+            self.steps.append(CallStep(WAIT, src_space=rank, amount=phase, round=self.round))
 
     def wait(self, rank: int = ALL) -> None:
         self.steps.append(CallStep(WAIT, src_space=rank, amount=self.phase, round=self.round))
@@ -566,6 +619,128 @@ def _reduce_overlapped(b: _Builder, *, direct: bool) -> None:
             stage(number + 1)
     if starts:
         fetch(len(starts) - 1)
+
+
+def host_round(window_bytes: int, itemsize: int, partial: int) -> int:
+    """The bytes of a round in which hosts are reduced first: a window also holds the sums of one host."""
+    return window_bytes * itemsize // (itemsize + partial) // LINE * LINE
+
+
+def _reduce_by_host(b: _Builder) -> None:
+    """ALLREDUCE between hosts that have several members: what a host sends does not grow with their number.
+
+    A round has a part for each host, and in each part every member of any host has a share. Four steps, each posted:
+
+    stage    what other members of the host will reduce is put into the own window
+    sum      in all parts, the own share is reduced over the host: the host's sum, which goes to the part's host
+    reduce   the own share of the own host's part is reduced over the hosts, and goes to all other hosts
+    relay    the own share of the other hosts' parts has arrived, and is put into the own window
+
+    Then results are fetched from the windows of the own host. A host sends each byte of a round once as its sum, but
+    for its own part, and its own part once to each other host: as much as a ring of the hosts.
+
+    While round k is fetched, the sums of round k + 1 are on their way, and while round k + 2 is staged and summed, the
+    results of round k + 1. A round is reduced after the one before has been fetched, so that after the last one the
+    next call may fill the other window at once.
+    """
+    hosts, itemsize, partial = b.by_host, b.itemsize, b.shape.partial
+    members = [[r for r in range(b.size) if hosts[r] == host] for host in range(max(hosts) + 1)]
+    mine = hosts[b.rank]
+    local = members[mine]
+    near = [r for r in b.others if hosts[r] == mine]
+    away = [r for r in b.others if hosts[r] != mine]
+    room = host_round(b.window_bytes, itemsize, partial)
+    stream = _all(b.shape.inputs, itemsize)
+    starts = list(range(0, stream.length, room))
+    full = min(room, stream.length)
+
+    def share(number: int, host: int, rank: int) -> tuple[int, int]:
+        """Where a rank's share of a host's part of a round lies in the round. It is the same in all rounds, of which
+        the last may end earlier."""
+        length = min(room, stream.length - starts[number])
+        lo, hi = _slice(full, host, len(members))
+        own = members[hosts[rank]]
+        first, last = _slice(hi - lo, own.index(rank), len(own))
+        return min(lo + first, length), min(lo + last, length)
+
+    def sum_at(at: int) -> int:
+        return room + at // itemsize * partial
+
+    def pieces(number: int, lo: int, hi: int) -> Iterator[tuple[int, int, int, int]]:
+        """(tensor, offset in it, offset in the round, bytes)."""
+        start = starts[number]
+        for tensor, offset, place, count in stream.pieces(start + lo, start + hi):
+            yield tensor, offset, place - start, count
+
+    summed: dict[int, int] = {}  # round -> the phase that says so
+    reduced: dict[int, int] = {}
+    relayed: dict[int, int] = {}
+
+    def stage_and_sum(number: int) -> None:
+        b.begin_round(number)
+        own, start = b.window(b.rank), starts[number]
+        for host in range(len(members)):
+            for other in near:
+                first, last = share(number, host, other)
+                b.stage(stream, start + first, start + last, first)
+        b.post()
+        b.wait_for(b.phase, near)
+        for host in range(len(members)):
+            for tensor, offset, at, count in pieces(number, *share(number, host, b.rank)):
+                sources = [(b.spaces.input(tensor), offset) if r == b.rank else (b.window(r), at) for r in local]
+                b.half_reduce(PARTIAL, own, sum_at(at), sources, count)
+        b.post()
+        summed[number] = b.phase
+
+    def reduce(number: int) -> None:
+        b.begin_round(number)
+        own = b.window(b.rank)
+        b.wait_for(summed[number], away)
+        first, last = share(number, mine, b.rank)
+        shares = {r: share(number, mine, r) for r in (b.rank, *away)}
+        cuts = sorted({first, last, *(at for ends in shares.values() for at in ends if first < at < last)})
+        for lo, hi in pairwise(cuts):
+            owners = sorted((r for r, (start, end) in shares.items() if start <= lo < end), key=lambda r: hosts[r])
+            b.half_reduce(COMBINE, own, lo, [(b.window(r), sum_at(lo)) for r in owners], hi - lo)
+        b.post()
+        reduced[number] = b.phase
+
+    def relay(number: int) -> None:
+        b.begin_round(number)
+        b.wait_for(reduced[number], away)
+        for r, lo, hi in arriving(number) if near else ():
+            b.copy(b.window(b.rank), lo, b.window(r), lo, hi - lo)
+        b.post()
+        relayed[number] = b.phase
+
+    def arriving(number: int) -> Iterator[tuple[int, int, int]]:
+        """Whose results come here: (rank, from, to) of the round."""
+        for r in away:
+            (first, last), (start, end) = (share(number, hosts[r], each) for each in (b.rank, r))
+            if max(first, start) < min(last, end):
+                yield r, max(first, start), min(last, end)
+
+    def fetch(number: int) -> None:
+        b.begin_round(number)
+        b.wait_for(relayed[number], near)
+        found = [(r, *share(number, host, r)) for r in (b.rank, *near) for host in range(len(members))]
+        if not near:  # nobody else reads what has arrived
+            found = [(b.rank, *share(number, mine, b.rank)), *arriving(number)]
+        for r, lo, hi in found:
+            for tensor, offset, at, count in pieces(number, lo, hi):
+                b.copy(b.spaces.output(tensor), offset, b.window(r), at, count)
+
+    for number in range(min(2, len(starts))):
+        stage_and_sum(number)
+    if starts:
+        reduce(0)
+    for number in range(len(starts)):
+        relay(number)
+        fetch(number)
+        if number + 1 < len(starts):
+            reduce(number + 1)
+        if number + 2 < len(starts):
+            stage_and_sum(number + 2)
 
 
 def _reduce_own_slice(b: _Builder, stream: TensorStream, lo: int, first: int, last: int) -> None:
@@ -787,6 +962,8 @@ def _check(shape: CallShape, rank: int, size: int, window_bytes: int, variant: V
         raise ValueError(f"elements of {shape.itemsize} bytes do not divide {LINE}")
     if (shape.kind in ROOTED) != (0 <= shape.root < size):
         raise ValueError(f"root {shape.root} of {shape.kind.name} in a group of {size}")
+    if shape.partial and shape.partial < shape.itemsize:
+        raise ValueError(f"sums of {shape.partial} bytes for elements of {shape.itemsize}")
     if window_bytes < LINE * (max(1, size - 1) if shape.kind is Kind.REDUCE_SCATTER else 1):
         raise ValueError(f"windows of {window_bytes} bytes are too small for a group of {size}")
     _check_tensors(shape, rank, size)

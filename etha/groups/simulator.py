@@ -19,11 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etha.groups.schedule import (
+    COMBINE,
     COPY,
     FLUSH,
+    GROUPED,
     MATCH,
+    PARTIAL,
     POST,
-    REDUCE,
     SEND,
     WAIT,
     CallProgram,
@@ -34,6 +36,7 @@ from etha.groups.schedule import (
     Variant,
     match_program,
     program,
+    sums_per_host,
 )
 from etha.native.structs import ALL
 
@@ -86,6 +89,7 @@ def shapes_of_all(
     counts: tuple[int, ...] = (),
     root: int = -1,
     matrix: tuple[tuple[int, ...], ...] | None = None,
+    partial: int = 0,
 ) -> tuple[CallShape, ...]:
     """The shapes of one call on all ranks. `counts`: ALLREDUCE, REDUCE, BROADCAST: of each tensor; ALLGATHER,
     REDUCE_SCATTER: [t * size + r] of tensor t of rank r; GATHER, SCATTER: one number, the elements of a piece."""
@@ -103,7 +107,9 @@ def shapes_of_all(
             outputs = counts * size if rank == root else ()
         elif kind is Kind.SCATTER:
             inputs = counts * size if rank == root else ()
-        return CallShape(kind=kind, itemsize=itemsize, inputs=inputs, outputs=outputs, root=root, matrix=matrix)
+        return CallShape(
+            kind=kind, itemsize=itemsize, inputs=inputs, outputs=outputs, root=root, matrix=matrix, partial=partial
+        )
 
     return tuple(shape(rank) for rank in range(size))
 
@@ -126,6 +132,19 @@ def accumulate(sources: Iterable[Ints]) -> Ints:
     return total
 
 
+def widen(data: Ints, itemsize: int, partial: int) -> Ints:
+    """A host's sum: elements of `itemsize` bytes become longer ones. The bytes behind follow from the first."""
+    elements = data.reshape(-1, itemsize)
+    columns = [elements[:, i % itemsize] + i // itemsize for i in range(partial)]
+    return np.stack(columns, axis=1).reshape(-1)
+
+
+def narrow(data: Ints, itemsize: int, partial: int) -> Ints | None:
+    """What `widen` made longer; None for anything else."""
+    found: Ints = data.reshape(-1, partial)[:, :itemsize].reshape(-1)
+    return found if np.array_equal(widen(found, itemsize, partial), data) else None
+
+
 def reference(number: int, call: SimulatedCall, rank: int) -> list[Ints]:
     """What the outputs of a rank hold after the call, straight from the meaning of each kind."""
     size, shape = len(call.shapes), call.shapes[rank]
@@ -134,7 +153,13 @@ def reference(number: int, call: SimulatedCall, rank: int) -> list[Ints]:
         return input_bytes(number, r, tensor, call.shapes[r].inputs[tensor] * shape.itemsize)
 
     def reduced(tensor: int) -> Ints:
-        return accumulate(given(r, tensor) for r in range(size))
+        if not sums_per_host(shape, call.hosts):
+            return accumulate(given(r, tensor) for r in range(size))
+        sums = [
+            accumulate(given(r, tensor) for r in range(size) if call.hosts[r] == host)
+            for host in dict.fromkeys(call.hosts)
+        ]
+        return accumulate(sums)
 
     outputs, root = range(len(shape.outputs)), shape.root
     match shape.kind:
@@ -386,11 +411,29 @@ class Simulation:
         elif step.kind == COPY:
             data = self._read(rank, *self._source(rank, now, step.src_space, step.src, step.amount))
             self._write(rank, self._target(rank, now, step.dst_space, step.dst, step.amount), data)
-        elif step.kind == REDUCE:
-            length = step.amount * self.calls[now.call].shapes[rank].itemsize
-            places = [self._source(rank, now, space, offset, length) for space, offset in step.sources]
-            data = accumulate(self._read(rank, *place) for place in places)
-            self._write(rank, self._target(rank, now, step.dst_space, step.dst, length), data)
+        elif step.sources:
+            self._reduce(rank, now, step)
+
+    def _reduce(self, rank: int, now: _Operation, step: CallStep) -> None:
+        shape = self.calls[now.call].shapes[rank]
+        length = step.amount * (shape.partial if step.kind == COMBINE else shape.itemsize)
+        places = [self._source(rank, now, space, offset, length) for space, offset in step.sources]
+        given = [self._read(rank, *place) for place in places]
+        if step.kind == COMBINE:
+            sums = [narrow(each, shape.itemsize, shape.partial) for each in given]
+            if any(each is None for each in sums):
+                self._fail(rank, "adds what is no sum of a host")
+            data = accumulate(each for each in sums if each is not None)
+        elif step.kind == GROUPED:
+            groups = [
+                [x for x, h in zip(given, step.hosts, strict=True) if h == host] for host in sorted(set(step.hosts))
+            ]
+            data = accumulate(map(accumulate, groups))
+        else:
+            data = accumulate(given)
+        if step.kind == PARTIAL:
+            data = widen(data, shape.itemsize, shape.partial)
+        self._write(rank, self._target(rank, now, step.dst_space, step.dst, len(data)), data)
 
     def _post(self, rank: int, phase: int) -> None:
         if phase != self.posted[rank] + 1:

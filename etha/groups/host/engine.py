@@ -51,6 +51,7 @@ from etha.groups.schedule import (
     is_small,
     match_program,
     program,
+    sums_per_host,
 )
 from etha.groups.work import GroupWork
 from etha.native.structs import CLAIM, FLAGS_AT
@@ -136,10 +137,11 @@ class Engine:
         epoch: int | None = None,
         name: str = "",
         hosts: tuple[int, ...] = (),
+        by_host: bool = True,
         on_error: Callable[[GroupError], None] = lambda error: None,
     ) -> None:
         """Takes ``block`` and ``peers`` over; ``close()`` ends them. ``timeout``: seconds for each call. ``hosts``: the
-        number of each rank's host."""
+        number of each rank's host. ``by_host``: members of one host are reduced before the hosts."""
         self.rank, self.size, self.epoch, self.name = rank, len(peers) + 1, epoch, name
         self.timeout = timeout
         self.error: GroupError | None = None
@@ -151,6 +153,7 @@ class Engine:
         far = {r: peer.stream for r, peer in peers.items() if peer.stream is not None}
         #: The number of each rank's host; () if all are on one.
         self._hosts = hosts if far else ()
+        self._by_host = by_host and bool(far)
         self._memory = native.GroupMemory(
             rank=rank,
             pages=[b.address for b in self._blocks],
@@ -429,9 +432,11 @@ class Engine:
             root=call.root,
         )
         native_dtype = 0 if used is None else _DTYPES.get(used.dtype, 0)
+        op = 0 if call.op is None else native.ReduceCode[call.op.name]
+        if self._by_host and native_dtype and op:
+            shape = replace(shape, partial=native.partial_bytes(native_dtype, op))
         self._describe(item, shape, first, tensors.inputs)
         self._send_descriptor(deadline_ns, call)
-        op = 0 if call.op is None else native.ReduceCode[call.op.name]
         factor = 1.0 if call.factor is None else float(call.factor)
         if call.kind in REDUCTIONS and not native_dtype:
             raise GroupError(
@@ -443,6 +448,8 @@ class Engine:
             variant = Variant.SMALL
         else:
             variant = Variant.WINDOWS
+            if sums_per_host(shape, self._hosts):  # a round's bytes and the sums of a host
+                window = min(self._layout.window, ROUND_BYTES + ROUND_BYTES // shape.itemsize * shape.partial)
             if self.size > 1:
                 flags = self._run(match_program(self.size), [], deadline_ns, call, more=True, brief=True)
                 if flags & descriptor.READABLE_IN_PLACE:

@@ -23,7 +23,9 @@ class ProcessGroupEtha(ProcessGroup):
     """A group of processes whose calls go through memory that they map inside a host, and over TCP between hosts.
 
     ``timeout``: seconds for each call and for ``configure``. ``errors``: as in the base class. ``window``: bytes of
-    each of a member's two windows; all members give the same.
+    each of a member's two windows. ``order``: how members of several hosts reduce. "host": those of one host in the
+    order of their ranks, then the hosts in the order of their lowest ranks, so that what a host sends does not grow
+    with its members. "rank": by rank wherever they are, as ``etha.redistribute`` does. All members give the same.
     """
 
     _compares: ClassVar[bool] = True
@@ -34,11 +36,14 @@ class ProcessGroupEtha(ProcessGroup):
         errors: Literal["raise", "swallow"] = "raise",
         *,
         window: int = WINDOW,
+        order: Literal["host", "rank"] = "host",
     ) -> None:
         super().__init__(timeout, errors)
+        if order not in ("host", "rank"):
+            raise GroupError(f"order={order!r} is none of 'host', 'rank'")
         if window < 1 << 16 or window % 4096:
             raise GroupError(f"window={window}: a multiple of 4096 of at least 65536 is needed")
-        self._window = window
+        self._window, self._order = window, order
         self._engine: Engine | None = None
         self._error: GroupError | None = None
         #: Grows with every configure, abort and shutdown, so that a configure notices that it was overtaken.
@@ -70,6 +75,7 @@ class ProcessGroupEtha(ProcessGroup):
                 name=config.replica_id,
                 deadline=deadline,
                 end=end,
+                order=self._order,
             )
         except BaseException:
             block.close()
@@ -85,6 +91,7 @@ class ProcessGroupEtha(ProcessGroup):
             epoch=config.quorum_id,
             name=config.replica_id,
             hosts=hosts,
+            by_host=self._order == "host",
         )
         try:
             with end.waking(lambda: engine.abort("configure was ended by abort(), shutdown() or another configure()")):

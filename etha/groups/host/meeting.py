@@ -81,6 +81,8 @@ class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     address: str
     token: str
     name: str
+    #: Of a release that knew only one order there is none.
+    order: str = "rank"
 
 
 class MemberHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -192,13 +194,14 @@ def meet(
     name: str,
     deadline: MeetingDeadline,
     end: MeetingEnd | None = None,
+    order: str = "host",
 ) -> tuple[dict[int, GroupPeer], tuple[int, ...]]:
-    """Meet all other ranks; returns them by rank, and the number of each rank's host.
+    """Meet all other ranks; returns them by rank, and the number of each rank's host. ``order``: that of reductions.
 
     ``end`` ends it with GroupAbortedError. GroupTimeoutError names the ranks that did not come, GroupMismatchError the
     ranks that were configured otherwise, GroupLostError a rank that died on the way.
     """
-    meeting = _Meeting(store, rank, layout, block_fd, name, deadline, end or MeetingEnd())
+    meeting = _Meeting(store, rank, layout, block_fd, name, deadline, end or MeetingEnd(), order)
     try:
         return meeting.run()
     finally:
@@ -259,6 +262,7 @@ class _Meeting:
         name: str,
         deadline: MeetingDeadline,
         end: MeetingEnd,
+        order: str,
     ) -> None:
         self._store, self._rank, self._layout, self._block_fd = store, rank, layout, block_fd
         self._deadline, self._end = deadline, end
@@ -285,6 +289,7 @@ class _Meeting:
                 address=address,
                 token=token,
                 name=name,
+                order=order,
             )
             self._stack = stack.pop_all()
 
@@ -350,11 +355,20 @@ class _Meeting:
                 waiting_for=tuple(missing),
             )
         record = msgspec.json.decode(found, type=MemberRecord)
-        if (record.size, record.window, record.ring) != (self._own.size, self._own.window, self._own.ring):
+        both = (self._own, record)
+        if self._own.size != record.size:
             raise GroupMismatchError(
                 f"rank {other} was configured with world size {record.size}, rank {self._rank} with {self._own.size}",
-                calls={r.rank: f"configure(rank={r.rank}, world_size={r.size})" for r in (self._own, record)},
+                calls={r.rank: f"configure(rank={r.rank}, world_size={r.size})" for r in both},
             )
+        for what in ("order", "window", "ring"):
+            own, its = getattr(self._own, what), getattr(record, what)
+            if own != its:
+                raise GroupMismatchError(
+                    f"the group of rank {other} has {what}={its!r}, that of rank {self._rank} {own!r}: "
+                    f"all members must give the same",
+                    calls={r.rank: f"ProcessGroupEtha({what}={getattr(r, what)!r})" for r in both},
+                )
         return record
 
     # -- the sockets -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
 from tests.processes import CONTEXT
 from tests.seconds import within
-from tests.unit.transport.agents import Behind, Gate
+from tests.unit.transport.agents import Gate, WaitingGuard
 
 TOKEN = b"a token of this test, forty bytes long .."
 SHAPE = (4096, 1024)
@@ -239,7 +239,7 @@ async def test_an_agent_that_stops_in_the_middle_is_heard_by_the_other(monkeypat
         # It stops once one of the other's streams is in the run, and has sent nothing yet. If none were, or the other
         # had sent all, only the agents' link would tell it, which is not here.
         gate = Gate(lambda: near.transport.stop(ValueError("no")))
-        guards: Any = {("source", 0): Behind(gate), ("target", 1): gate}
+        guards: Any = {("source", 0): WaitingGuard(gate), ("target", 1): gate}
         moving = near.transport.run(WireRun(program=near.program, seq=1, guards=guards))
         with pytest.raises(ValueError, match="no"):
             await moving

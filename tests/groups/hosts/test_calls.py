@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import signal
 import socket
 import time
@@ -10,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from etha.errors import GroupLostError
+from etha.errors import GroupError, GroupLostError, GroupMismatchError
+from etha.groups import ProcessGroupEtha
 from tests.groups import test_collectives as collectives
 from tests.groups import test_group_faults as faults
 from tests.groups import test_messages as messages
@@ -197,3 +201,65 @@ def test_strangers_who_call_during_a_meeting_are_refused_and_do_not_disturb_it()
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(100) == b"", "a stranger got an answer"
             stranger.close()
+
+
+# ---- the order of a reduction -------------------------------------------------------------------
+
+
+def sums(member: Member, order: str, hosts: tuple[int, ...]) -> None:
+    """All reductions, small ones and ones of several rounds, against sums in the order that is promised, bit by bit."""
+    group = member.configured(window=collectives.WINDOW, order=order)
+    ranks = list(range(member.size))
+    groups = [[rank] for rank in ranks]
+    if order == "host":
+        groups = [[rank for rank in ranks if hosts[rank] == host] for host in dict.fromkeys(hosts)]
+
+    def total(pieces: list[torch.Tensor], op: str) -> torch.Tensor:
+        def add(terms: list[torch.Tensor]) -> torch.Tensor:
+            return functools.reduce(torch.maximum if op == "MAX" else torch.add, terms)
+
+        found = add([add([pieces[rank].float() for rank in those]) for those in groups])
+        return (found / member.size if op == "AVG" else found).to(pieces[0].dtype)
+
+    for numel, dtype in itertools.product((7, 1000, 70_001), (torch.float32, torch.bfloat16, torch.float16)):
+        everyone = (torch.randn(member.size**2, numel, generator=torch.Generator().manual_seed(numel)) * 100).to(dtype)
+        mine = everyone[:: member.size]
+        for op in ("SUM", "AVG", "MAX"):
+            tensor = mine[member.rank].clone()
+            group.allreduce([tensor], collectives.options(dist.AllreduceOptions, op)).wait()
+            assert torch.equal(tensor, total(list(mine), op)), f"allreduce {op} of {numel} {dtype}"
+        tensor = mine[member.rank].clone()
+        group.reduce([tensor], collectives.options(dist.ReduceOptions, "SUM", 1)).wait()
+        assert member.rank != 1 or torch.equal(tensor, total(list(mine), "SUM")), f"reduce of {numel} {dtype}"
+        out = torch.empty(numel, dtype=dtype)
+        n = member.size
+        group.reduce_scatter([out], [list(everyone[member.rank * n : (member.rank + 1) * n])]).wait()
+        assert torch.equal(out, total(list(everyone[member.rank :: n]), "SUM")), f"reduce_scatter of {numel} {dtype}"
+    whole = torch.tensor([3, -4, 5], dtype=torch.int8).repeat(30_000) * (member.rank + 1)
+    group.allreduce([whole], collectives.options(dist.AllreduceOptions, "AVG")).wait()
+    exact = sum((torch.tensor([3, -4, 5]).repeat(30_000) * (rank + 1)).to(torch.int8).long() for rank in ranks)
+    assert torch.equal(whole, torch.div(exact, member.size, rounding_mode="trunc").to(torch.int8))
+    group.shutdown()
+
+
+@pytest.mark.parametrize("python", [(), (1, 2)], ids=["compiled", "some in Python"])
+@pytest.mark.parametrize(("hosts", "order"), [((0, 1, 0, 1), "host"), ((1, 0, 0, 2, 1), "host"), ((0, 1, 0), "rank")])
+def test_the_order_of_sums(hosts: tuple[int, ...], order: str, python: tuple[int, ...]) -> None:
+    together(len(hosts), sums, order, hosts, hosts=hosts, python=python)
+
+
+def other_order(member: Member) -> str:
+    with pytest.raises(GroupMismatchError) as caught:
+        member.configured(order="host" if member.rank else "rank")
+    return str(caught.value)
+
+
+def test_another_order_is_named_when_the_group_is_formed() -> None:
+    said = together(2, other_order)
+    assert "the group of rank 1 has order='host', that of rank 0 'rank': all members must give the same" in said[0]
+    assert "the group of rank 0 has order='rank', that of rank 1 'host': all members must give the same" in said[1]
+
+
+def test_an_order_that_there_is_not() -> None:
+    with pytest.raises(GroupError, match="order='size' is none of 'host', 'rank'"):
+        ProcessGroupEtha(order="size")  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ def variants(shapes: tuple[CallShape, ...], window_bytes: int) -> list[Variant]:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, size: int, itemsize: int, most: int) -> tuple[CallShape, ...]:
-    """One call on all ranks, of at most `most` elements in a tensor."""
+def shapes(draw: st.DrawFn, size: int, itemsize: int, most: int, partial: int = 0) -> tuple[CallShape, ...]:
+    """One call on all ranks, of at most `most` elements in a tensor. `partial`: bytes of an element of a host's sum."""
     kind = draw(st.sampled_from(KINDS))
     count = st.one_of(st.integers(0, most), st.sampled_from([0, 1, LINE // itemsize, most]))
     root, matrix, counts = -1, None, ()
@@ -42,19 +42,22 @@ def shapes(draw: st.DrawFn, size: int, itemsize: int, most: int) -> tuple[CallSh
     elif kind is Kind.ALLTOALL:
         row = st.lists(count, min_size=size, max_size=size).map(tuple)
         matrix = tuple(draw(st.lists(row, min_size=size, max_size=size)))
-    return shapes_of_all(kind, size, itemsize=itemsize, counts=counts, root=root, matrix=matrix)
+    return shapes_of_all(kind, size, itemsize=itemsize, counts=counts, root=root, matrix=matrix, partial=partial)
 
 
 @st.composite
 def rows(draw: st.DrawFn, sizes: st.SearchStrategy[int], most: int = 100, calls: int = 4) -> list[SimulatedCall]:
     """Some calls of one group, one after the other."""
     size = draw(sizes)
-    hosts = draw(st.one_of(st.just(()), st.lists(st.integers(0, 3), min_size=size, max_size=size).map(tuple)))
+    several = st.lists(st.integers(0, 3), min_size=size, max_size=size).map(tuple)
+    hosts = draw(st.one_of(st.just(()), several) if size <= 16 else st.just(()))  # each rank mirrors all far windows
     found = []
     for _ in range(draw(st.integers(1, calls))):
         itemsize = draw(st.sampled_from([1, 2, 4, 8, 16]))
-        call = draw(shapes(size, itemsize, most))
+        call = draw(shapes(size, itemsize, most, draw(st.sampled_from([0, itemsize, 2 * itemsize]))))
         window = draw(st.integers(1, 5)) * LINE * max(1, size - 1)
+        if call[0].partial:
+            window = max(window, 3 * LINE)
         ways = [v for v in variants(call, window) if v is not Variant.IN_PLACE or len(set(hosts)) < 2]
         found.append(SimulatedCall.of(call, draw(st.sampled_from(ways)), window, hosts))
     return found

@@ -7,6 +7,7 @@ read, on bytes of another round, on a byte of an output written twice or never, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Iterator
 
@@ -14,7 +15,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etha.groups.schedule import COPY, FLUSH, MATCH, POST, REDUCE, SEND, WAIT, CallProgram, CallStep, Kind, Variant
+from etha.groups.schedule import (
+    COMBINE,
+    COPY,
+    FLUSH,
+    GROUPED,
+    MATCH,
+    PARTIAL,
+    POST,
+    REDUCE,
+    SEND,
+    WAIT,
+    CallProgram,
+    CallStep,
+    Kind,
+    Variant,
+)
 from etha.groups.simulator import ScheduleViolation, SimulatedCall, Simulation, shapes_of_all, walk
 from tests.examples import examples as examples_of
 
@@ -82,13 +98,60 @@ def test_rounds_between_hosts_overlap_without_harm_whatever_the_last_one_is(host
             simulation.step(max(ready, key=lambda rank: (rank - first) % size))
 
 
+@pytest.mark.parametrize("last", [1, 63, 100, 192])
+@pytest.mark.parametrize("partial", [1, 2], ids=["sums of a byte", "of two"])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (5, 3, 5), (0, 1, 1, 2, 0), (0, 0, 0, 1)], ids=str)
+def test_hosts_are_reduced_first_in_any_number_of_rounds(hosts: tuple[int, ...], partial: int, last: int) -> None:
+    """One to four rounds between small calls that fill the same windows at once; in random orders, and in those in
+    which one rank is always as far behind as it can be."""
+    size, window = len(hosts), 192 * (1 + partial)
+    for rounds in (1, 2, 3, 4):
+        call = example(
+            Kind.ALLREDUCE, size, elements=(rounds - 1) * 192 + last, variant=Variant.WINDOWS, window=window,
+            hosts=hosts, partial=partial,
+        )  # fmt: skip
+        assert call.programs[0][-1].rounds == rounds
+        smalls = [
+            example(kind, size, elements=60, variant=Variant.SMALL, window=window, hosts=hosts, partial=partial)
+            for kind in (Kind.ALLREDUCE, Kind.BROADCAST)
+        ]
+        calls = [smalls[0], call, smalls[0], call, call, smalls[1], call]
+        for seed in range(3):
+            finish(Simulation(calls), [], seed)
+        for first in range(size):
+            simulation = Simulation(calls)
+            while ready := simulation.ready():
+                simulation.step(max(ready, key=lambda rank: (rank - first) % size))
+
+
+def test_what_a_host_sends_does_not_grow_with_its_members() -> None:
+    """As much as a ring of the hosts: of two, the whole once; of four, three halves of it."""
+    for count, members in ((2, 2), (2, 4), (4, 2), (2, 8), (4, 3)):
+        hosts = tuple(rank % count for rank in range(count * members))
+        call = example(
+            Kind.ALLREDUCE, len(hosts), elements=1 << 16, variant=Variant.WINDOWS, window=1 << 14, hosts=hosts,
+            partial=1,
+        )  # fmt: skip
+        sent = [0] * count
+        for rank, programs in enumerate(call.programs):
+            sent[hosts[rank]] += sum(step.amount for step in programs[-1].steps if step.kind == SEND)
+        assert sent == [2 * (count - 1) * (1 << 16) // count] * count, (count, members)
+
+
 # ---- every order of small calls ---------------------------------------------------------------
 
 
 def example(
-    kind: Kind, size: int, *, elements: int = 5, variant: Variant, window: int = 192, hosts: tuple[int, ...] = ()
+    kind: Kind,
+    size: int,
+    *,
+    elements: int = 5,
+    variant: Variant,
+    window: int = 192,
+    hosts: tuple[int, ...] = (),
+    partial: int = 0,
 ) -> SimulatedCall:
-    """A small call of a kind, uneven where it can be."""
+    """A small call of a kind, uneven where it can be. ``partial``: of a host's sums; 0: hosts are not reduced first."""
     root = size - 1 if kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER) else -1
     counts: tuple[int, ...] = (elements,)
     matrix = None
@@ -98,14 +161,16 @@ def example(
         counts, matrix = (), tuple(tuple(elements + (s + d) % 2 for d in range(size)) for s in range(size))
     elif kind is Kind.BARRIER:
         counts = ()
-    shapes = shapes_of_all(kind, size, counts=counts, root=root, matrix=matrix)
+    shapes = shapes_of_all(kind, size, counts=counts, root=root, matrix=matrix, partial=partial)
     return SimulatedCall.of(shapes, variant, window, hosts)
 
 
-def examples(size: int, *, elements: int = 5, window: int = 192, hosts: tuple[int, ...] = ()) -> list[SimulatedCall]:
+def examples(
+    size: int, *, elements: int = 5, window: int = 192, hosts: tuple[int, ...] = (), partial: int = 0
+) -> list[SimulatedCall]:
     """Each kind in each way that it can go."""
     return [
-        example(kind, size, elements=elements, variant=variant, window=window, hosts=hosts)
+        example(kind, size, elements=elements, variant=variant, window=window, hosts=hosts, partial=partial)
         for kind in KINDS
         for variant in variants(
             example(kind, size, elements=elements, variant=Variant.WINDOWS, window=window).shapes, window
@@ -144,6 +209,26 @@ def test_every_order_of_calls_between_hosts() -> None:
     assert sum(walk([call, call]) for call in examples(3, hosts=(0, 1, 0))) == 15_357
     long = [c for c in examples(2, elements=200, window=64, hosts=(0, 1)) if c.programs[0][-1].rounds > 1]
     assert sum(walk([call, call], stops=1) for call in long) == 9_076
+
+
+def by_host(elements: int, hosts: tuple[int, ...] = (0, 1, 0)) -> SimulatedCall:
+    """An ALLREDUCE in which hosts are reduced first, in rounds of 256 bytes."""
+    return example(
+        Kind.ALLREDUCE, len(hosts), elements=elements, variant=Variant.WINDOWS, window=512, hosts=hosts, partial=1
+    )
+
+
+@pytest.mark.slow
+def test_every_order_of_reductions_by_host() -> None:
+    assert walk([by_host(256), by_host(256)]) == 3_381
+    assert walk([by_host(512), by_host(512)]) == 12_149
+
+
+@pytest.mark.proof
+def test_every_order_of_reductions_by_host_of_which_a_member_gives_up() -> None:
+    assert walk([by_host(1018)], stops=1) == 71_510
+    four = by_host(256, (0, 0, 1, 1))
+    assert walk([four, four]) == 30_623
 
 
 @pytest.mark.proof
@@ -186,17 +271,20 @@ def worse(program: CallProgram, step: CallStep) -> Iterator[tuple[str, list[Call
         MATCH: "match",
         SEND: "send",
         FLUSH: "flush",
+        PARTIAL: "sum of a host",
+        COMBINE: "reduction over hosts",
+        GROUPED: "reduction host by host",
     }
     name = names[step.kind]
     yield f"without a {name}", []
     if step.kind == WAIT and step.amount > 1:
         yield "that waits for the phase before", [step._replace(amount=step.amount - 1)]
-    if step.kind == REDUCE:
+    if len(step.sources) > 1:
         yield "that reduces in another order", [step._replace(sources=step.sources[::-1])]
-        yield "that leaves out a source", [step._replace(sources=step.sources[:-1])]
+        yield "that leaves out a source", [step._replace(sources=step.sources[:-1], hosts=step.hosts[:-1])]
     if step.kind == SEND:
         yield "that sends less", [step._replace(amount=step.amount - 1)]
-    if step.kind in (COPY, REDUCE):
+    if step.kind == COPY or step.sources:
         if program.spaces.parse(step.dst_space)[0] == "output":
             yield "that writes a result twice", [step, step]
         yield "that copies less", [step._replace(amount=step.amount - 1)]
@@ -209,10 +297,16 @@ def worse(program: CallProgram, step: CallStep) -> Iterator[tuple[str, list[Call
 
 
 def noticed(calls: list[SimulatedCall]) -> bool:
-    """Whether one of three orders shows the fault: in turn, the first rank that can, the last rank that can."""
+    """Whether one of some orders shows the fault: in turn, the first rank that can, the last rank that can, and for
+    each rank those in which it is as far ahead or behind as it can be."""
+    size = len(calls[0].shapes)
     try:
         for order in (range(100_000), [0] * 100_000, [-1] * 100_000):
             Simulation(calls).run(iter(order))
+        for first, sign in itertools.product(range(size), (1, -1)):
+            simulation = Simulation(calls)
+            while ready := simulation.ready():
+                simulation.step(max(ready, key=lambda rank: sign * ((rank - first) % size)))
     except ScheduleViolation:
         return True
     return False
@@ -227,6 +321,23 @@ def test_any_step_that_is_left_out_or_changed_is_noticed(elements: int, window: 
     around = example(Kind.ALLREDUCE, 3, elements=window, variant=Variant.SMALL, window=window, hosts=hosts)
     for call in examples(3, elements=elements, window=window, hosts=hosts):
         survivors += [(call.kind.name, text) for text, mutant in mutants(call) if not noticed([around, mutant, around])]
+    assert survivors == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elements", [256, 3 * 256 + 250], ids=["one round", "four rounds"])
+@pytest.mark.parametrize("variant", [Variant.SMALL, Variant.WINDOWS])
+def test_any_step_of_a_reduction_by_host_that_is_left_out_or_changed_is_noticed(
+    elements: int, variant: Variant
+) -> None:
+    """The same where hosts are reduced first. Every member has a share of every part."""
+    window, hosts = 1024 if variant is Variant.SMALL else 512, (0, 1, 0)
+    around = example(Kind.ALLREDUCE, 3, elements=window, variant=Variant.SMALL, window=window, hosts=hosts)
+    call = example(Kind.ALLREDUCE, 3, elements=elements, variant=variant, window=window, hosts=hosts, partial=1)
+    survivors = [text for text, mutant in mutants(call) if not noticed([around, mutant, around])]
+    if elements > 256 and variant is Variant.WINDOWS:
+        # Sums of round 1 come before results of round 0, for which all have waited. The wait says when to send them.
+        survivors = [text for text in survivors if not (f"kind={WAIT}," in text and "amount=4," in text)]
     assert survivors == []
 
 

@@ -111,7 +111,7 @@ class Gate:
         pass
 
 
-class Behind:
+class WaitingGuard:
     """Who is about to touch this memory waits until a gate elsewhere has let somebody in."""
 
     def __init__(self, gate: Gate) -> None:
