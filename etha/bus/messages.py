@@ -217,7 +217,8 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     ``edition`` names the snapshot that is sent and is equal on all ranks of the side; "" sends the tensors themselves.
     ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none. ``trace_id``: that of the
     call's OpenTelemetry span, for the agent's trace; "" for none. ``pulls``: the caller's thread is blocked, so the
-    worker's processors are free to copy what it receives.
+    worker's processors are free to copy what it receives. ``expects``: a recv takes only what is sent under this
+    version.
     """
 
     batch: Text
@@ -230,6 +231,7 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     mark: Annotated[bytes, Meta(max_length=MARK)] = b""
     trace_id: Annotated[str, Meta(max_length=32)] = ""
     pulls: bool = False
+    expects: int | None = None
 
 
 @message("pull")

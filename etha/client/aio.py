@@ -435,6 +435,7 @@ class AsyncTensorBusClient(OfOneProcess):
         timeout: float | None = None,
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
+        expects: int | None = None,
     ) -> TransferResult | TransferFuture:
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
@@ -458,6 +459,7 @@ class AsyncTensorBusClient(OfOneProcess):
                         mark=mark,
                         call=call,
                         edition=edition,
+                        expects=expects,
                     )
             finally:
                 (self._torn.add if registration.torn else self._torn.discard)(batch_id)
@@ -757,9 +759,15 @@ class AsyncTensorBusClient(OfOneProcess):
         return registration
 
     async def receive_hop(
-        self, registration: Registration, *, on_commit: OnCommit | None, progress: OnProgress | None, timeout: float
+        self,
+        registration: Registration,
+        *,
+        on_commit: OnCommit | None,
+        progress: OnProgress | None,
+        timeout: float,
+        seq: int,
     ) -> TransferResult:
-        """Not for users. Receive a version that a holder sends."""
+        """Not for users. Receive version ``seq`` that a holder sends, and nothing else."""
         return await self._transfer(  # type: ignore[return-value]
             registration,
             "recv",
@@ -770,6 +778,7 @@ class AsyncTensorBusClient(OfOneProcess):
             progress=progress,
             timeout=timeout,
             on_error="raise",
+            expects=seq,
         )
 
     async def leave_hop(self, pair: str, batches: list[str]) -> None:

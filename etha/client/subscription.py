@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
@@ -42,10 +43,12 @@ from etha.client.results import AsyncPair, OnCommit, OnProgress, TransferResult,
 from etha.client.tasks import Deadline, Shield
 from etha.errors import (
     AgentLostError,
+    AgentUnavailableError,
     ConfigError,
     EthaError,
     PeerLostError,
     ProtocolError,
+    RedisUnavailableError,
     RegistrationError,
     RendezvousTimeoutError,
     TransferError,
@@ -59,6 +62,8 @@ log = logging.getLogger(__name__)
 Taken = TypeVar("Taken")
 #: Seconds that a holder's agents have to come to a hop: longer than the lease of an agent that is dead.
 HOP_START = 20.0
+#: Seconds without an answer after which Redis, and not a deadline, is why a hop could not begin.
+REDIS_PATIENCE = 1.0
 #: Pairs with holders that a subscription keeps.
 MAX_PAIRS = 4
 
@@ -100,9 +105,15 @@ class HopClient(Protocol):
         ...
 
     async def receive_hop(
-        self, registration: Registration, *, on_commit: OnCommit | None, progress: OnProgress | None, timeout: float
+        self,
+        registration: Registration,
+        *,
+        on_commit: OnCommit | None,
+        progress: OnProgress | None,
+        timeout: float,
+        seq: int,
     ) -> TransferResult:
-        """Receive it."""
+        """Receive version ``seq``, and nothing else."""
         ...
 
     async def leave_hop(self, pair: str, batches: list[str]) -> None:
@@ -270,7 +281,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
 
         If a holder fails, another one is asked, until the deadline. Raises TransferTimeoutError at the deadline (with
         the last hop's error in it), RegistrationError if the tensors do not fit the publisher's or have moved,
-        ConfigError if nobody holds the pinned ``version``, RedisUnavailableError, AgentLostError.
+        ConfigError if nobody holds the pinned ``version``, RedisUnavailableError, AgentLostError, AgentUnavailableError
+        (its agent takes no new work, because it was told to stop).
         """
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         check_version(version)
@@ -290,6 +302,10 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
                 return await self._next(
                     self._since if newer_than is None else newer_than, version, on_commit, progress, deadline
                 )
+        except EthaError as error:
+            if not self._open and not self._connection.lost:
+                raise ConfigError(f"{self._what} was closed while next() waited") from error
+            raise
         finally:
             self._busy = False
 
@@ -352,10 +368,10 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         while True:
             self._unmoved.check(self._what)
             claimed = await self._ask(newer_than, version, tuple(avoid), failed, deadline)
-            commit = _Commit(on_commit)
+            commit, begun = _Commit(on_commit), time.monotonic()
             try:
                 moved = await self._receive(claimed, commit, progress, deadline)
-            except (TransferError, RendezvousTimeoutError) as error:
+            except (TransferError, RendezvousTimeoutError, AgentUnavailableError) as error:
                 if isinstance(error, TransferError) and not self._atomic and error.outcome != "withdrawn":
                     self._since = 0
                 await self._settle(claimed, commit, error.message)
@@ -375,6 +391,15 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
             except asyncio.CancelledError:
                 await Shield().finish(self._settle(claimed, commit, "the call was cancelled"))
                 raise
+            except RedisUnavailableError as error:
+                await self._settle(claimed, commit, error.message)
+                if deadline.left == 0 and time.monotonic() - begun < REDIS_PATIENCE:
+                    raise TransferTimeoutError(
+                        f"{self._what}: no version by the deadline, which came while the hop from {claimed.source} "
+                        f"was prepared: {error.message}",
+                        outcome="withdrawn",
+                    ) from error
+                raise
             except EthaError as error:
                 await self._settle(claimed, commit, error.message)
                 raise
@@ -390,7 +415,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
             )
 
     async def _settle(self, claimed: VersionClaimed, commit: _Commit, error: str) -> None:
-        """A hop has ended: note what the tensors hold, and tell the agent."""
+        """A hop has ended: note what the tensors hold, and tell the agent. One that takes no more work, or has just
+        died, need not hear it: the claim lapses, and what the tensors hold is known here."""
         if commit.moved is not None:
             self._seq, self._version = claimed.seq, claimed.version
             self._since = claimed.seq
@@ -472,18 +498,19 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         before = registration.moved
         try:
             await self._client.receive_hop(
-                registration, on_commit=commit.callback, progress=progress, timeout=deadline.left
+                registration, on_commit=commit.callback, progress=progress, timeout=deadline.left, seq=claimed.seq
             )
         finally:  # a call that is cancelled may have been committed all the same
             if registration.moved is not before:
                 commit.moved = registration.moved
             commit.torn = not self._atomic and registration.torn
         assert commit.moved is not None
-        moved, expected = commit.moved, _label(claimed)
-        if moved.version != expected:
-            commit.moved = None
+        moved = commit.moved
+        if moved.version != claimed.seq:
+            commit.moved, commit.torn = None, True
             raise ProtocolError(
-                f"{self._what}: {claimed.source} has sent version {moved.version!r} instead of {expected!r}"
+                f"{self._what}: {claimed.source} has sent version {moved.version!r} instead of {claimed.seq}, "
+                f"a bug of Etha"
             )
         return moved
 
@@ -502,7 +529,10 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
     async def _end(self, claimed: VersionClaimed, error: str) -> None:
         message = EndHop(publication=self.name, subscriber=self.subscriber, claim=claimed.claim, error=error[:1000])
         if not self._connection.lost:
-            await self._connection.link.request(message, timeout=self._timeout)
+            try:
+                await self._connection.link.request(message, timeout=self._timeout)
+            except (AgentLostError, AgentUnavailableError) as failed:
+                log.info("%s: the end of the hop from %s was not noted: %s", self._what, claimed.source, failed)
 
     async def _leave(self) -> None:
         try:
@@ -546,8 +576,3 @@ class _Commit:
         """Raise what it has raised."""
         if self._error is not None:
             raise self._error
-
-
-def _label(claimed: VersionClaimed) -> Version:
-    """What the transfer of a version is labelled with."""
-    return claimed.seq if claimed.version is None else claimed.version

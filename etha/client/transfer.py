@@ -82,11 +82,12 @@ async def transfer(
     mark: Mark,
     call: ActiveCall,
     edition: str = "",
+    expects: int | None = None,
 ) -> TransferResult:
     """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``check_call`` has checked the arguments.
 
     ``mark``: the device work that must come before the call. ``edition``: the snapshot that is sent; the tensors are
-    not touched (``client.snapshot``).
+    not touched (``client.snapshot``). ``expects``: receive only what is sent under this version.
     """
     deadline = Deadline(timeout)
     if edition:
@@ -95,14 +96,14 @@ async def transfer(
     mark.check()
     aside = verb == "recv" and registration.shadowed
     if not aside and registration.shadows is None and not registration.source.serves:
-        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
+        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call, expects=expects)
     async with turn(registration, timeout):
         if verb == "recv":
             await _make_place(registration, deadline)
         if verb == "send" and registration.source.serves:
             await caught_up(registration, mark, deadline)
             await pull(registration, registration.source)
-        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call)
+        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call, expects=expects)
 
 
 async def _make_place(registration: Registration, deadline: Deadline) -> None:
@@ -212,6 +213,7 @@ async def _once(
     mark: Mark,
     call: ActiveCall,
     edition: str = "",
+    expects: int | None = None,
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
     word = page.open()
@@ -252,6 +254,7 @@ async def _once(
         mark=mark.handle,
         trace_id=call.trace_id,
         pulls=call.blocks and verb == "recv",
+        expects=expects,
     )
     asked = time.monotonic()
     try:

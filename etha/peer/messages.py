@@ -49,6 +49,7 @@ class Ready(StrictStruct, frozen=True, kw_only=True):
 
     ``edition`` names the snapshot that they send, "" for their tensors; only equal editions go together. ``lane``: what
     this transfer needs of me was free, and is booked already with the youngest ticket (see ``held_number``).
+    ``expects``: my ranks receive only what is sent under this version.
     """
 
     side: Text
@@ -58,6 +59,7 @@ class Ready(StrictStruct, frozen=True, kw_only=True):
     digest: Text
     edition: Text = ""
     lane: bool = False
+    expects: int | None = None
 
     @property
     def held_number(self) -> int:

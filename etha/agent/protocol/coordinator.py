@@ -250,9 +250,9 @@ class Coordinator(Machine[Phase]):
 
     def missing(self) -> tuple[tuple[str, int], ...]:
         """Ranks whose agent has not said READY with the verb that this direction needs, or only with an older
-        snapshot."""
+        snapshot, or with another version than is expected: a send that is left over from an earlier claim ends soon."""
         verb = {self.source: "send", self.target: "recv"}
-        newest = self._edition()
+        newest, expected = self._edition(), self._expected()
         return tuple(
             (side, rank)
             for side in (self.source, self.target)
@@ -260,6 +260,7 @@ class Coordinator(Machine[Phase]):
             if (found := self.ready.get((agent, side))) is None
             or found.verb != verb[side]
             or (found.verb == "send" and found.edition != newest)
+            or (expected is not None and expected != (found.version if found.verb == "send" else found.expects))
         )
 
     def not_ready(self, side: str, agent: str) -> tuple[tuple[str, int], ...]:
@@ -328,6 +329,11 @@ class Coordinator(Machine[Phase]):
         """The edition of the snapshot that was offered last; "" if tensors are sent."""
         sends = self._sends()
         return sends[-1].edition if sends else ""
+
+    def _expected(self) -> int | None:
+        """The newest version that a receiving rank expects; None if all take whatever is sent."""
+        found = [m.expects for (_, side), m in self.ready.items() if side == self.target and m.verb == "recv"]
+        return max((each for each in found if each is not None), default=None)
 
     def _sends(self) -> list[Ready]:
         """READYs to send of the source ranks, in the order in which they came."""

@@ -80,7 +80,7 @@ class Call:
     """A worker's waiting call.
 
     ``cause`` is set once the call wants to end; with ``yields``, a GO that comes first still takes it. ``edition``
-    names the snapshot that it sends, "" for its tensors.
+    names the snapshot that it sends, "" for its tensors. ``expects``: it receives only what is sent under this version.
     """
 
     key: CallKey
@@ -88,6 +88,7 @@ class Call:
     verb: Verb
     version: Version = None
     edition: str = ""
+    expects: int | None = None
     cause: EthaError | None = None
     yields: bool = False
     #: When it came, by the clock of ``Participant``.
@@ -792,7 +793,7 @@ class Participant(Machine[Moving]):
         if self.state is not Moving.IDLE or state.standing is not None or heads is None or self.lost_agents:
             return
         verbs = {call.verb for call in heads}
-        if len(verbs) > 1 or any(call.cause for call in heads):
+        if len(verbs) > 1 or any(call.cause for call in heads) or len({call.expects for call in heads}) > 1:
             return
         labels = {str(c.version): c.version for c in heads if c.version is not None}
         verb, editions = heads[0].verb, {call.edition for call in heads}
@@ -819,6 +820,7 @@ class Participant(Machine[Moving]):
             digest=digest,
             edition=heads[0].edition,
             lane=lane,
+            expects=heads[0].expects,
         )
         if lane:
             self.booking = Booking(

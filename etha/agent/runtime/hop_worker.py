@@ -64,7 +64,7 @@ class HopWorker:
         self._hops = 0
         self._between: dict[tuple[int, int], Mapping[ViewKey, View]] = {}
 
-    async def send(self, batch: str, slot: int, version: int | str, ready: Callable[[], Any], hop: HopClaim) -> None:
+    async def send(self, batch: str, slot: int, version: int, ready: Callable[[], Any], hop: HopClaim) -> None:
         """Send ``slot`` as batch ``batch``. ``await ready()`` comes last before the bytes move. When it returns or
         raises, nothing reads the slot any more."""
         self._hops += 1

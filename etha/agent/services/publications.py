@@ -177,6 +177,8 @@ class LocalSide:
     ranks: dict[int, LocalRank] = field(default_factory=dict)
     #: claim -> its hop here.
     hops: dict[int, _Hop] = field(default_factory=dict)
+    #: Claims whose hop was begun, as long as Redis has them. None is begun twice.
+    begun: set[int] = field(default_factory=set)
     #: Claims whose hops a put ends.
     overwritten: set[int] = field(default_factory=set)
     #: Set when Redis may have something new about it.
@@ -960,7 +962,9 @@ class PublicationService:
             wanted = {number: one.reader for number, one in claims.items()}
             for number in ended_hops(wanted, {n: hop.claim.reader for n, hop in side.hops.items()}, side.reading()):
                 side.hops[number].task.end()
-            for number in sorted(claims.keys() - side.hops.keys()):
+            # A hop that has ended stays among the claims until its subscriber has released it.
+            side.begun &= claims.keys() | side.hops.keys()
+            for number in sorted(claims.keys() - side.begun):
                 self._begin_hop(side, claims[number])
         if not side.attended and await publications.holder(side.publication, side.holder) is None:
             self._end_side(side)
@@ -1005,6 +1009,7 @@ class PublicationService:
                 error = hop.error.exceptions[0] if isinstance(hop.error, ExceptionGroup) else hop.error
                 self._hop_failed(side, claim, error)
 
+        side.begun.add(claim.number)
         side.hops[claim.number] = _Hop(claim, EndableTask(self._spawn, self._hop(side, claim), ended))
 
     def _hop_failed(self, side: LocalSide, claim: SourceClaim, error: Exception) -> None:
@@ -1063,11 +1068,10 @@ class PublicationService:
             buffer.readers.add(claim.number)
 
         try:
-            version = claim.seq if claim.version is None else claim.version
             await worker.send(
                 batch,
                 claim.slot,
-                version,
+                claim.seq,  # two versions may have the same label
                 ready,
                 HopClaim(claim=claim.number, find=lambda seq: _base(worker, rank, claim.slot, seq)),
             )
@@ -1221,7 +1225,7 @@ def _slot_late(side: LocalSide, rank: LocalRank, unanswered: Callable[[], EthaEr
 
 def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
     return lambda: TransferTimeoutError(
-        f"put of publication {side.publication!r}: version {message.seq} is announced, and fewer than wait="
+        f"put of publication {side.publication!r}: seq {message.seq} is announced, and fewer than wait="
         f"{message.count} subscribers held it by the deadline",
         outcome="withdrawn",
     )
@@ -1237,7 +1241,7 @@ def _description_late(publication: str) -> EthaError:
 
 def _holders_late(side: LocalSide, message: WaitHolders) -> Callable[[], EthaError]:
     return lambda: TransferTimeoutError(
-        f"holders of publication {side.publication!r}: version {message.seq} is held by no others than before by the "
+        f"holders of publication {side.publication!r}: seq {message.seq} is held by no others than before by the "
         f"deadline",
         outcome="withdrawn",
     )
@@ -1253,15 +1257,15 @@ def _claim_late(side: LocalSide, asking: _Asking, unanswered: Callable[[], EthaE
     elif not newest:
         why = "nothing was announced yet"
     elif newest <= request.newer_than:
-        why = f"version {newest} is the newest that was announced"
+        why = f"seq {newest} is the newest version that was announced"
         if newest < request.newer_than:
             why += ". Numbers begin again if Redis has lost them: newer_than=0 receives the newest version in any case"
     elif answer.unfit:
-        why = f"version {newest} was announced, and {answer.unfit}"
+        why = f"seq {newest} was announced, and {answer.unfit}"
     else:
-        why = f"version {newest} was announced, and all who hold a newer one were busy, or nobody holds one any more"
+        why = f"seq {newest} was announced, and all who hold a newer one were busy, or nobody holds one any more"
     return TransferTimeoutError(
-        f"{side.name} got no version of publication {side.publication!r} newer than {request.newer_than} by its "
+        f"{side.name} got no version of publication {side.publication!r} newer than seq {request.newer_than} by its "
         f"deadline: {why}",
         outcome="withdrawn",
     )

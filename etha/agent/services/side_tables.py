@@ -150,7 +150,7 @@ def _table(publication: str, side: str, manifests: Mapping[int, Manifest]) -> Te
     specs, more = describe_side(side, manifests)
     wrong += more + clashes(manifests, side, parts_of(manifests))
     if not wrong and not specs:
-        wrong.append(Violation(code="missing_name", name="", side=side, rank=None, text="no rank has any tensor"))
+        wrong.append(Violation(code="missing_name", name="all tensors", side=side, rank=None, text="no rank has any"))
     if wrong:
         listed = "\n  ".join(map(str, wrong[:20]))
         raise RegistrationError(f"publication {publication!r}: {side} cannot enter it:\n  {listed}", violations=wrong)

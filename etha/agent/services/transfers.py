@@ -121,7 +121,14 @@ class TransferService:
         )
         if message.verb == "recv":
             tell_held(batch, member, session, lambda agent, held: self._links.tell(agent, batch.scope, held))
-        call = Call(key=key, member=member, verb=message.verb, version=message.version, edition=message.edition)
+        call = Call(
+            key=key,
+            member=member,
+            verb=message.verb,
+            version=message.version,
+            edition=message.edition,
+            expects=message.expects,
+        )
         self._stream_order.pass_on(
             batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
         )

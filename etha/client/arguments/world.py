@@ -66,7 +66,7 @@ class RankInfo:
         strangers = sorted(r for r in layout.ranks.reshape(-1).tolist() if r >= self.world_size)
         if strangers:
             raise LayoutError(
-                f"the mesh names ranks {strangers[:8]} outside the side's {self.world_size}; give init_pair "
+                f"the mesh names ranks {strangers[:8]} outside the side's {self.world_size}; give "
                 f"expected_world_size= (or set WORLD_SIZE) if the side has more ranks, or "
                 f"ranks={{torch world rank: rank in the side}} if they are numbered otherwise"
             )

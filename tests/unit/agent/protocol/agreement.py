@@ -81,13 +81,18 @@ class World:
         return [*sends, *(((second, rank), "recv") for rank in range(len(self.agents[second])))]
 
     def call(
-        self, member: tuple[str, int], verb: Verb, version: int | None = None, edition: str = ""
+        self,
+        member: tuple[str, int],
+        verb: Verb,
+        version: int | None = None,
+        edition: str = "",
+        expects: int | None = None,
     ) -> tuple[str, int]:
         key = (f"{member[0]}{member[1]}", len(self.calls))
         self.calls[key] = member
         self.waiting.add(key)
         me = self.agent(member)
-        call = Call(key=key, member=member, verb=verb, version=version, edition=edition)
+        call = Call(key=key, member=member, verb=verb, version=version, edition=edition, expects=expects)
         self.perform(me, self.machines[me].wait(call))
         return key
 
