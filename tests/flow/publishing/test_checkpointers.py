@@ -46,7 +46,7 @@ async def test_every_second_version_is_written_and_two_stay(site: Site, pair: st
                 if version % 2:
                     written.append(await checkpointer.next())
                 else:
-                    with pytest.raises(etha.TransferTimeoutError, match=f"version {version - 100} is the newest"):
+                    with pytest.raises(etha.TransferTimeoutError, match=f"seq {version - 100} is the newest"):
                         await checkpointer.next(timeout=0.5)
             assert [(one.seq, one.version, one.complete) for one in written] == [
                 (1, 101, True),

@@ -171,7 +171,7 @@ async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
             await subscription.next()
         await trainer.put(1)
         assert (await waiting).version == 1
-        with pytest.raises(etha.TransferTimeoutError, match=r"version 1 is the newest that was announced$"):
+        with pytest.raises(etha.TransferTimeoutError, match=r"seq 1 is the newest version that was announced$"):
             await subscription.next(timeout=0.2)
         with pytest.raises(etha.TransferTimeoutError, match="Redis has lost them: newer_than=0"):
             await subscription.next(newer_than=7, timeout=0.2)

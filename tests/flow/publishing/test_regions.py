@@ -84,7 +84,7 @@ async def test_one_whom_no_holder_can_feed_is_told_why(site: Site, pair: str) ->
                 await store.publications.forget(pair, holder.name)
         why = r"no holder of a newer version can feed it: tensor . lacks elements there that are wanted here"
         (waits,) = whole.subscriptions
-        with pytest.raises(etha.TransferTimeoutError, match=f"version 1 was announced, and {why}"):
+        with pytest.raises(etha.TransferTimeoutError, match=f"seq 1 was announced, and {why}"):
             await waits.next(timeout=0.5)
         waiting = asyncio.ensure_future(waits.next())
         await until_error(store, pair, "whole", why)
