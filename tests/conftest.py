@@ -11,6 +11,7 @@ import importlib.util
 import runpy
 import shutil
 import signal
+import zlib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seconds", action="store_true", help="bounds in seconds hold to the letter: see tests/seconds.py"
     )
+    parser.addoption("--half", type=int, choices=(0, 1), help="one half of the tests, always the same for one number")
     parser.addoption("--cold", action="store_true", help="agents are not forked but load torch anew, as a user's do")
 
 
@@ -78,20 +80,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is slow by its folder, skip what lacks a program; ``--needing`` deselects what needs none of those."""
+    """Mark what is slow by its folder, skip what lacks a program; ``--needing`` deselects what needs none of those, and
+    ``--half`` the other half."""
     for item in items:
         if not (item.path.is_relative_to(UNIT) or item.path.parent == UNIT.parent or item.get_closest_marker("fast")):
             item.add_marker(pytest.mark.slow)
     wanted = set(filter(None, config.getoption("needing").split(",")))
     if unknown := wanted - PACKAGES.keys():
         raise pytest.UsageError(f"--needing: no test needs {', '.join(sorted(unknown))}")
-    out = []
+    half, out = config.getoption("half"), []
     for item in items:
         programs = [program for mark in item.iter_markers("needs") for program in mark.args]
         if lacking := [program for program in programs if shutil.which(program) is None]:
             text = " and ".join(f"{program} (Debian: {PACKAGES[program]})" for program in lacking)
             item.add_marker(pytest.mark.skip(reason=f"needs {text}"))
-        if wanted and not wanted & set(programs):
+        other = half is not None and zlib.crc32(item.nodeid.encode()) % 2 != half
+        if other or (wanted and not wanted & set(programs)):
             out.append(item)
     if out:
         config.hook.pytest_deselected(items=out)

@@ -39,7 +39,7 @@ from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
 from etha.client.tasks import Deadline, Shield
 from etha.config import MAX_WORLD
-from etha.errors import AgentLostError, ConfigError, TransferTimeoutError
+from etha.errors import AGAIN, AgentLostError, ConfigError, TransferTimeoutError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.room import check_room
@@ -360,7 +360,8 @@ class Lost:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, AgentLostError) and self._connection.link.agent_lost:
-            raise AgentLostError(f"{error.message}; {self._again}", **error.data()) from error.__cause__
+            text = error.message.replace(f"; {AGAIN}", "")  # which is for pairs
+            raise AgentLostError(f"{text}; {self._again}", **error.data()) from error.__cause__
 
 
 def check_slots(slots: Any) -> int:

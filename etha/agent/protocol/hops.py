@@ -62,6 +62,18 @@ class HopBuffer:
         return self.seq == seq > 0
 
 
+def new_hops(claims: Collection[int], hops: Collection[int], begun: set[int]) -> list[int]:
+    """Of the claims that Redis has, those whose hop is to begin now; ``begun`` is brought up to date.
+
+    A claim stays there after its hop has ended, until its subscriber has released it. A hop that began a second time
+    would send to whatever the subscriber receives next.
+    """
+    begun &= {*claims, *hops}
+    found = sorted(set(claims) - begun)
+    begun.update(found)
+    return found
+
+
 def ended_hops(claims: Mapping[int, str], hops: Mapping[int, str], reading: Collection[int]) -> list[int]:
     """Of the hops that a side has begun, those that it has to end. All are number of the claim -> subscriber.
 

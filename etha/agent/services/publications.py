@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from etha.agent.protocol.effects import name_ranks
-from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair
+from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair, new_hops
 from etha.agent.runtime.hop_worker import HopWorker, StandingTensors
 from etha.agent.runtime.in_process_worker import Dispatcher
 from etha.agent.runtime.sessions import HopClaim, OpenCalls, WorkerSession
@@ -962,9 +962,7 @@ class PublicationService:
             wanted = {number: one.reader for number, one in claims.items()}
             for number in ended_hops(wanted, {n: hop.claim.reader for n, hop in side.hops.items()}, side.reading()):
                 side.hops[number].task.end()
-            # A hop that has ended stays among the claims until its subscriber has released it.
-            side.begun &= claims.keys() | side.hops.keys()
-            for number in sorted(claims.keys() - side.begun):
+            for number in new_hops(claims, side.hops, side.begun):
                 self._begin_hop(side, claims[number])
         if not side.attended and await publications.holder(side.publication, side.holder) is None:
             self._end_side(side)
@@ -1009,7 +1007,6 @@ class PublicationService:
                 error = hop.error.exceptions[0] if isinstance(hop.error, ExceptionGroup) else hop.error
                 self._hop_failed(side, claim, error)
 
-        side.begun.add(claim.number)
         side.hops[claim.number] = _Hop(claim, EndableTask(self._spawn, self._hop(side, claim), ended))
 
     def _hop_failed(self, side: LocalSide, claim: SourceClaim, error: Exception) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair
+from etha.agent.protocol.hops import HopBuffer, ended_hops, hop_batch, hop_pair, new_hops
 from etha.config import check_name
 
 
@@ -75,3 +75,13 @@ def test_a_buffer_is_passed_on_to_those_who_want_what_comes() -> None:
         buffer.fill(5)
     buffer.fill(4)
     assert buffer.holds(4)
+
+
+def test_no_hop_begins_twice_while_redis_still_has_its_claim() -> None:
+    begun: set[int] = set()
+    assert new_hops([5, 3], [], begun) == [3, 5]
+    assert new_hops([3, 5, 7], [3, 5], begun) == [7]
+    assert new_hops([3, 5, 7], [5], begun) == []  # 3 has ended, and is not released yet
+    assert new_hops([7], [5], begun) == [] and begun == {5, 7}  # Redis has lost the claim of 5, which still moves
+    assert new_hops([5, 7, 9], [5], begun) == [9]
+    assert new_hops([], [], begun) == [] and not begun
