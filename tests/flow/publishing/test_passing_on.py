@@ -43,7 +43,7 @@ def whole_only() -> Iterator[Site]:
 
 
 def fleet_of(site: Site, pair: str) -> Fleet:
-    return Fleet(site, pair, SHAPES, where=lambda side, rank: PLACES[side])
+    return Fleet(site, pair, SHAPES, where=lambda side, rank: PLACES.get(side, "b"))
 
 
 class Round:
@@ -174,3 +174,25 @@ async def test_agents_that_pass_on_nothing_serve_what_they_hold(whole_only: Site
         await trainer.put(1)
         order = row(await one.all(1))
         assert f"{order[1]} moves" not in one.log[: one.log.index(f"{order[0]} holds")]
+
+
+async def test_a_version_that_comes_while_its_agent_is_told_to_stop_is_returned(site: Site, pair: str) -> None:
+    async with fleet_of(site, pair) as fleet:
+        trainer = await slow_trainer(fleet)
+        [replica] = (await replicas_of(fleet, "second")).values()
+        agent = (await replica.clients[0].status())["agent"]["pid"]
+        one = Round(trainer, {"second": replica})
+        await trainer.put(1)
+        await one.until_moving(1)
+        os.kill(agent, signal.SIGTERM)
+        assert await one.all(1) == {"second": "trainer"}
+
+
+async def test_a_deadline_while_a_hop_is_prepared_is_a_deadline(site: Site, pair: str) -> None:
+    async with fleet_of(site, pair) as fleet:
+        trainer = await slow_trainer(fleet)
+        await trainer.put(1)
+        for number in range(8):
+            replica = await fleet.subscribe(f"late-{number}", LAYOUTS["second"], atomic=True)
+            with pytest.raises(etha.TransferTimeoutError):
+                await replica.subscriptions[0].next(timeout=0.004 * 2**number)
