@@ -88,7 +88,7 @@ class Bus:
         self.batches: dict[str, _Batch] = {}
         self.publications: dict[str, _Publication] = {}
         #: Of hops: batch -> label of the version that is received next.
-        self._hops: dict[str, int | str | None] = {}
+        self._hops: dict[str, int] = {}
         self.faults: deque[EthaError] = deque()
 
     def lose(self, name: str, reason: str) -> PairLost:
@@ -231,7 +231,7 @@ class Bus:
             raise TransferTimeoutError(f"{text}: put one, or call announce", outcome="withdrawn") from None
         found.turn = max(found.turn + 1, message.turn)
         pair = f"hop.{message.publication}.{found.publisher}.{message.subscriber}"[:90]
-        self._hops[f"{pair}.slot0"] = found.seq if found.version is None else found.version
+        self._hops[f"{pair}.slot0"] = found.seq
         return VersionClaimed(
             claim=found.turn,
             turn=found.turn,
