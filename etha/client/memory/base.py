@@ -28,7 +28,7 @@ from etha.torch_types import is_async_collective, is_dtensor
 if TYPE_CHECKING:
     from etha.native.unmoved import PlaceTable
 
-#: (address, shape, strides, dtype)
+#: See ``fingerprint``.
 Fingerprint = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 

@@ -196,3 +196,28 @@ async def test_a_deadline_while_a_hop_is_prepared_is_a_deadline(site: Site, pair
             replica = await fleet.subscribe(f"late-{number}", LAYOUTS["second"], atomic=True)
             with pytest.raises(etha.TransferTimeoutError):
                 await replica.subscriptions[0].next(timeout=0.004 * 2**number)
+
+
+async def test_next_says_that_its_subscription_was_closed(site: Site, pair: str) -> None:
+    async with fleet_of(site, pair) as fleet:
+        await slow_trainer(fleet)
+        replica = await fleet.subscribe("second", LAYOUTS["second"], atomic=True)
+        waits = asyncio.ensure_future(replica.subscriptions[0].next())
+        await asyncio.sleep(0)  # it has begun
+        await replica.subscriptions[0].close()
+        with pytest.raises(etha.ConfigError, match="was closed while next"):
+            await waits
+
+
+async def test_a_lost_agent_is_said_with_what_a_subscriber_does_about_it(site: Site, pair: str) -> None:
+    async with fleet_of(site, pair) as fleet:
+        trainer = await slow_trainer(fleet)
+        [replica] = (await replicas_of(fleet, "second")).values()
+        agent = (await replica.clients[0].status())["agent"]["pid"]
+        one = Round(trainer, {"second": replica})
+        await trainer.put(1)
+        await one.until_moving(1)
+        os.kill(agent, signal.SIGKILL)
+        with pytest.raises(etha.AgentLostError, match="call subscribe again") as caught:
+            await one.tasks["second"]
+        assert "init_pair" not in str(caught.value)

@@ -124,18 +124,20 @@ def test_hosts_are_reduced_first_in_any_number_of_rounds(hosts: tuple[int, ...],
                 simulation.step(max(ready, key=lambda rank: (rank - first) % size))
 
 
-def test_what_a_host_sends_does_not_grow_with_its_members() -> None:
-    """As much as a ring of the hosts: of two, the whole once; of four, three halves of it."""
+@pytest.mark.parametrize("partial", [1, 2], ids=["sums as wide as elements", "sums twice as wide"])
+def test_what_a_host_sends_does_not_grow_with_its_members(partial: int) -> None:
+    """As much as a ring of the hosts: of two, the whole once; of four, three halves of it. Sums of 16-bit floats are
+    twice as wide, so there it is 1.5 times as much."""
     for count, members in ((2, 2), (2, 4), (4, 2), (2, 8), (4, 3)):
         hosts = tuple(rank % count for rank in range(count * members))
         call = example(
-            Kind.ALLREDUCE, len(hosts), elements=1 << 16, variant=Variant.WINDOWS, window=1 << 14, hosts=hosts,
-            partial=1,
+            Kind.ALLREDUCE, len(hosts), elements=1 << 16, variant=Variant.WINDOWS, window=(1 + partial) << 13,
+            hosts=hosts, partial=partial,
         )  # fmt: skip
         sent = [0] * count
         for rank, programs in enumerate(call.programs):
             sent[hosts[rank]] += sum(step.amount for step in programs[-1].steps if step.kind == SEND)
-        assert sent == [2 * (count - 1) * (1 << 16) // count] * count, (count, members)
+        assert sent == [(1 + partial) * (count - 1) * (1 << 16) // count] * count, (count, members)
 
 
 # ---- every order of small calls ---------------------------------------------------------------
