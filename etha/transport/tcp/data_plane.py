@@ -2,7 +2,8 @@
 
 The sender opens streams, in sets. A run has one set to each agent that it sends to, until its transfer is settled. So a
 run waits for no other batch's network, and a run that fails closes only its own streams. A set that is free again
-serves the next run of any batch. Streams' headers name the run, so that either end may be ahead of the other.
+serves the next run of any batch, the set with the lowest slot first; so one that was not used for a while is one too
+many, and is closed. Streams' headers name the run, so that either end may be ahead of the other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +34,8 @@ log = logging.getLogger(__name__)
 
 #: Sets of streams that are kept open although no run has them, over all peers.
 SPARE_SETS = 64
+#: After how many seconds without a run a set is closed, when the next run ends. A peer's lowest set stays.
+IDLE = 60.0
 _SLOT_BYTES = 2
 
 
@@ -43,6 +47,8 @@ class StreamSet:
     slot: int
     outlets: list[SendStream] = field(default_factory=list)
     busy: bool = True
+    #: When its last run gave it back, by time.monotonic().
+    free_since: float = 0.0
 
     @property
     def healthy(self) -> bool:
@@ -150,13 +156,20 @@ class DataPlane:
         """Make these streams available to the next run, because everything sent over them has been received.
         Idempotent."""
         over: list[StreamSet] = []
+        now = time.monotonic()
         with self._changed:
             for one in sets:
-                one.busy = False
+                one.busy, one.free_since = False, now
                 spare = sum(not other.busy for some in self._sets.values() for other in some)
                 if spare > SPARE_SETS and one in self._sets[one.peer]:
                     self._sets[one.peer].remove(one)
                     over.append(one)
+            for some in self._sets.values():
+                lowest = min((one.slot for one in some), default=0)
+                idle = [one for one in some if not one.busy and one.slot != lowest and now - one.free_since > IDLE]
+                for one in idle:
+                    some.remove(one)
+                over += idle
         self._shut(over)
 
     def discard(self, sets: Iterable[StreamSet]) -> None:

@@ -47,7 +47,7 @@ MEETING = 30.0
 
 
 #: By how much more than a quarter a count of an agent may differ. ``private`` is in KiB.
-_SLACK = {"private": 16384, "fds": 20, "sockets": 40, "memfds": 20, "mapped": 20, "threads": 8}
+_SLACK = {"private": 16384, "fds": 20, "sockets": 40, "memfds": 20, "mapped": 20, "threads": 16}
 
 
 # ---- the processes ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from etha.plan import Layout, TensorSpec
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.program import PIECE
 from etha.transport.rate_limit import RateLimit
+from etha.transport.tcp import data_plane
 from etha.transport.wire.routing import account
 from tests.examples import examples
 from tests.unit.transport.agents import Job, Local, agents, bits, make_plan, same, transfer
@@ -203,6 +204,32 @@ async def test_transfers_follow_each_other_on_the_same_streams() -> None:
             await transfer(job, at, seq)
             assert all(bool((held["t"] == seq).all()) for held in job.target.values())
             assert streams() == before or seq == 1
+
+
+async def test_sets_that_no_run_has_used_for_a_while_are_closed_but_for_the_lowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = rows(1, 1, (64, 64), Shard(0), "a", "b")
+    async with agents("ab") as at:
+        plane, address = at["a"].plane, at["b"].address_for("a")
+        await transfer(job, at, 1)
+        threads = streams()
+        lowest, *others = [await plane.lease("b", address) for _ in range(3)]
+        plane.release([*others, lowest])
+        assert lowest.healthy and all(one.healthy for one in others), "they have just been used"
+        monkeypatch.setattr(data_plane, "IDLE", 0.0)
+        held = [await plane.lease("b", address) for _ in range(2)]
+        plane.release([held[0]])
+        assert held == [lowest, others[0]] and lowest.healthy and others[0].healthy, "one is the lowest, one has a run"
+        assert not others[1].healthy
+        plane.release([held[1]])
+        await transfer(job, at, 2)
+        assert lowest.healthy and not others[0].healthy
+        for thread in threading.enumerate():
+            if thread.ident in streams() - threads:
+                await asyncio.to_thread(thread.join, 10)
+        assert streams() == threads, "the other end's threads have ended too"
+    same(job.target, job.expected())
 
 
 async def test_progress_counts_bytes() -> None:
