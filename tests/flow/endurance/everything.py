@@ -246,11 +246,12 @@ class Everything(Attack):
         self._net, self._server = net, server
         self._ranks: list[Rank] = []
         self._cut = self._away = False
-        self._begun = time.time()
         self.memory: dict[str, Memory] = {}
-        #: What faults have raised, by kind; and each with its time, for ``etha events``.
+        #: What faults have raised, by kind; and each of which ``etha events`` was not yet asked, with its time.
         self.errors: Counter[str] = Counter()
         self.lost: list[tuple[float, str, str]] = []
+        self.unexplained: list[str] = []
+        self.explained = 0
         self.moved: Counter[str] = Counter()
 
     # ---- who lives where
@@ -437,23 +438,37 @@ class Everything(Attack):
                 self._note_lost(side.name, str(worker._end[1]))
         super()._succeed(side)
 
-    def happenings(self) -> Sequence[Happening]:
-        """What ``etha events`` tells of all that was done."""
+    def roll_call(self) -> float:
+        """Also ask ``etha events`` at once about the errors since the last one, because it keeps only the newest."""
+        seconds = super().roll_call()
+        self._explain()
+        return seconds
+
+    def happenings(self, since: float) -> Sequence[Happening]:
+        """What ``etha events`` tells of all that was done since then."""
         self._start_redis()
         with environment(self._site.at(ONE[0])):
             gathered = asyncio.run(
-                gather(Settings.from_env(), since=self._begun, failed=False, timeout=BOUND),
+                gather(Settings.from_env(), since=since, failed=False, timeout=BOUND),
             )
         return gathered.happenings
 
-    def unexplained(self) -> list[str]:
-        """Errors of pairs for which ``etha events`` has nothing that went wrong with that pair at the time."""
-        happenings, found = self.happenings(), []
-        for at, who, text in self.lost:
+    def _explain(self) -> None:
+        """Note errors of pairs for which ``etha events`` has nothing that went wrong with that pair at the time. One
+        that is younger than ``BOUND`` is asked about again at the next roll call."""
+        lost = [one for one in self.lost if one[1].split()[0] in PAIRS]
+        self.lost = []
+        if not lost:
+            return
+        happenings, now = self.happenings(min(at for at, _, _ in lost) - BOUND), time.time()
+        for at, who, text in lost:
             pair = who.split()[0]
-            if pair in PAIRS and not any(one.fits(pair) and at - BOUND < one.at < at + BOUND for one in happenings):
-                found.append(f"{who}: {text}")
-        return found
+            if any(one.fits(pair, failed=True) and at - BOUND < one.at < at + BOUND for one in happenings):
+                self.explained += 1
+            elif now < at + BOUND:
+                self.lost.append((at, who, text))
+            else:
+                self.unexplained.append(f"{who}: {text}")
 
     def end(self) -> None:
         """All leave in order."""
@@ -467,6 +482,8 @@ class Everything(Attack):
         for one in self._ranks:
             ended = one.worker.result(2 * BOUND)
             assert ended == "left" or one.function is member, ended
+        self._explain()
+        self.unexplained += [f"{who}: {text}" for _, who, text in self.lost]
 
     def report(self) -> str:
         """What was done, what it has raised, and what each process held."""
@@ -475,7 +492,8 @@ class Everything(Attack):
         return "\n".join(
             [
                 super().report(),
-                f"errors that workers had: {errors or 'none'}",
+                f"errors that workers had: {errors or 'none'}; `etha events` explains {self.explained} of pairs, and "
+                f"{len(self.unexplained)} not",
                 f"transfers of pairs: {dict(sorted(self.moved.items()))}",
                 "",
                 "Held at the first roll call of a process, in the middle, and at the last; rss and private in KiB:",
