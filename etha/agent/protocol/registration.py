@@ -167,6 +167,10 @@ class BatchRegistration(Machine[RegistrationState]):
         self.move(RegistrationState.LOST)
         return self.failed(error)
 
+    def forget(self) -> None:
+        """Closed, and nothing of it runs any more: the plans and what others said of them may be large."""
+        self.evaluation, self._verdicts = None, {}
+
     @property
     def holders(self) -> frozenset[Member]:
         """Local ranks that know that the batch is registered, and have not left it."""

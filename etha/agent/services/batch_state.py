@@ -275,6 +275,7 @@ class LocalRegistration:
         """Closed: only the outcome of the last transfer is kept, because others may still ask for it."""
         self.tensors = {}
         self.early.clear()
+        self.machine.forget()
         if self.registered is not None:
             self.registered.forget()
 

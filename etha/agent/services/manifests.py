@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import Generic, TypeVar
 
 from etha.agent.protocol.evaluation import EvaluationCache
 from etha.agent.protocol.records import Manifest, digest_of
@@ -15,8 +16,37 @@ from etha.errors import LayoutError, ProtocolError
 from etha.plan import Layout
 from etha.store.registry import Store
 
-#: Manifests kept in memory; the oldest are dropped first.
-_KEPT = 256
+#: Manifests kept in memory, and the tensors that they may name together; the least recently used are dropped first.
+KEPT, KEPT_TENSORS = 256, 1 << 15
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Recent(Generic[K, V]):
+    """The most recently used entries. The last one stays however many tensors it names."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._tensors = 0
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
+
+    def get(self, key: K) -> V | None:
+        """The entry, which is the most recently used one then."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def put(self, key: K, value: V, tensors: int) -> None:
+        """An entry that is not there, with the number of tensors that it names."""
+        self._entries[key] = value, tensors
+        self._tensors += tensors
+        while len(self._entries) > KEPT or (self._tensors > KEPT_TENSORS and len(self._entries) > 1):
+            _, (_, fewer) = self._entries.popitem(last=False)
+            self._tensors -= fewer
 
 
 class ManifestCache:
@@ -26,9 +56,9 @@ class ManifestCache:
         self._store = store
         self.evaluations = EvaluationCache()
         self._layouts: dict[str, Layout] = {}
-        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._manifests = _Recent[str, Manifest]()
         #: Manifests that this agent has published: content -> digest and fields.
-        self._published: OrderedDict[object, tuple[str, dict[str, str]]] = OrderedDict()
+        self._published = _Recent[object, tuple[str, dict[str, str]]]()
 
     async def publish(self, manifest: Manifest, *, timeout: float) -> str:
         """Store a manifest and its layouts; returns its digest."""
@@ -39,23 +69,23 @@ class ManifestCache:
         await self._store.batches.put_manifest(digest, fields, timeout=timeout)
         if digest not in self._manifests:
             self._layouts |= {d: Layout.from_plain(json.loads(t)) for d, t in layouts.items() if d not in self._layouts}
-            self._keep(digest, Manifest.from_fields(fields, self._layouts))
+            self._keep(digest, fields)
         return digest
 
     async def fetch(self, digests: Iterable[str]) -> dict[str, Manifest]:
         """The manifests, read from Redis if this agent does not have them; ProtocolError for invalid ones."""
         out: dict[str, Manifest] = {}
         for digest in sorted(digests):
-            if digest not in self._manifests:
+            manifest = self._manifests.get(digest)
+            if manifest is None:
                 fields = await self._store.batches.manifest(digest)
                 if digest_of(fields) != digest:
                     raise ProtocolError(f"Redis: manifest {digest} is missing or not what its digest says")
                 missing = Manifest.layout_digests(fields) - self._layouts.keys()
                 for name, text in (await self._store.batches.layouts(missing)).items():
                     self._layouts[name] = _layout(name, text)
-                self._keep(digest, Manifest.from_fields(fields, self._layouts))
-            out[digest] = self._manifests[digest]
-            self._manifests.move_to_end(digest)
+                manifest = self._keep(digest, fields)
+            out[digest] = manifest
         return out
 
     def _fields(self, manifest: Manifest) -> tuple[str, dict[str, str]]:
@@ -65,19 +95,18 @@ class ManifestCache:
             manifest.refusals,
             tuple(manifest.ties.items()),
         )
-        found = self._published.pop(content, None)
+        found = self._published.get(content)
         if found is None:
             fields = manifest.fields()
             found = digest_of(fields), fields
-        self._published[content] = found
-        while len(self._published) > _KEPT:
-            self._published.popitem(last=False)
+            self._published.put(content, found, len(manifest.tensors))
         return found
 
-    def _keep(self, digest: str, manifest: Manifest) -> None:
-        self._manifests[digest] = manifest
-        while len(self._manifests) > _KEPT:
-            self._manifests.popitem(last=False)
+    def _keep(self, digest: str, fields: dict[str, str]) -> Manifest:
+        manifest = Manifest.from_fields(fields, self._layouts)
+        if digest not in self._manifests:  # it may have come while Redis was asked
+            self._manifests.put(digest, manifest, len(manifest.tensors))
+        return manifest
 
 
 def _layout(digest: str, text: str) -> Layout:

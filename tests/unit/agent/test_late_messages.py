@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Coroutine
 from typing import Any
+
+import torch
 
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.evaluation import Evaluation
@@ -14,10 +17,12 @@ from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfers import TransferService
 from etha.errors import PeerLostError
 from etha.peer.messages import PeerOffer
+from etha.plan import Layout, TensorSpec, build_plan
 from etha.store.records import PairView, RankHolder, SideView
 
 #: What nobody here uses.
 UNUSED: Any = None
+SPEC = TensorSpec((4,), torch.float32, Layout.replicated(1))
 
 
 def never(work: Coroutine[Any, Any, Any]) -> Any:
@@ -61,9 +66,10 @@ def begin() -> tuple[RegistrationService, TransferService, LocalRegistration]:
 
 def test_an_offer_for_a_registered_batch_whose_pair_was_just_lost() -> None:
     service, transfers, registration = begin()
+    plan = build_plan({"w": SPEC}, {"w": SPEC})
     evaluation = Evaluation(
         sides=("inference", "trainer"),
-        plans={},
+        plans={"trainer": plan},
         digests={},
         violations={"inference": (), "trainer": ()},
         refused=(),
@@ -74,12 +80,16 @@ def test_an_offer_for_a_registered_batch_whose_pair_was_just_lost() -> None:
         tensors=1,
         sizes={"trainer": 8},
     )
+    registration.machine.evaluation = evaluation
     registration.registered = RegisteredBatch(registration, evaluation, Terms(), None, lambda batch, source: False)
     transfers.break_up(registration.registered, PeerLostError("trainer rank 0 died", reason="died"))
     registration.forget()
     for standing in (True, False):
         service.hear("B", registration.scope, PeerOffer(side="trainer", standing=standing, version=3))
     assert not registration.registered.offers
+    large = weakref.ref(plan)
+    del plan, evaluation
+    assert large() is None, "the plans of a batch that is over are kept"
 
 
 def test_an_offer_for_a_batch_that_was_closed_before_all_had_registered() -> None:
