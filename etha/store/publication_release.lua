@@ -17,10 +17,15 @@ if req.act == 'forget' then
   if h then
     for _, s in ipairs(h.slots) do if s.seq > 0 then clear(req.holder, s) end end
     if h.orphan and h.used == 0 then drop(req.holder) else index(req.holder) end
-    local S = hash(side_key(h.side))
-    if number(S.serial) == h.serial then redis.call('HSET', side_key(h.side), 'held', '0', 'version', '') end
-    redis.call('ZREM', part('held'), req.holder)
-    event('holder_lost', 'publication', req.publication, 'holder', req.holder, 'text', 'its buffers hold no version any more')
+    local S, said = hash(side_key(h.side)), req.text ~= ''
+    if said then -- its own tensors hold what it has made of the version
+      if number(S.serial) == h.serial then redis.call('HSET', side_key(h.side), 'error', req.text) end
+    else
+      if number(S.serial) == h.serial then redis.call('HSET', side_key(h.side), 'held', '0', 'version', '') end
+      redis.call('ZREM', part('held'), req.holder)
+    end
+    event('holder_lost', 'publication', req.publication, 'holder', req.holder, 'text',
+      said and req.text or 'its buffers hold no version any more')
   end
   match()
   finish()

@@ -332,9 +332,13 @@ class Publications:
         }
         return bool(await self._script("publication_release", claim.publication, request, timeout))
 
-    async def forget(self, publication: str, holder: str, *, timeout: float | None = None) -> None:
-        """The buffers of holder SIDE/SERIAL are lost or spoilt: nobody reads them any more."""
-        await self._script("publication_release", publication, {"act": "forget", "holder": holder}, timeout)
+    async def forget(self, publication: str, holder: str, why: str = "", *, timeout: float | None = None) -> None:
+        """The buffers of holder SIDE/SERIAL are lost or spoilt: nobody reads them any more.
+
+        ``why``: they are spoilt, because the side itself has changed its version; for people, as its last error.
+        """
+        request = {"act": "forget", "holder": holder, "text": why}
+        await self._script("publication_release", publication, request, timeout)
 
     # ---- what there is ------------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ from etha.errors import (
 )
 from etha.memory.handles import TensorHandle
 from etha.memory.mapping import StandingSegment
+from etha.memory.samples import Samples
 from etha.store.keys import CLAIM_BEAT
 from etha.store.publication_records import (
     ClaimAnswer,
@@ -114,6 +115,10 @@ class _NotHeldError(Exception):
     """Redis has given a claim of a version that the buffer does not hold."""
 
 
+class _SpoiltError(_NotHeldError):
+    """Somebody has written to a buffer since its version has come."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class LocalRank:
     """A rank of a side on this agent. ``session`` is None once its worker has left."""
@@ -126,6 +131,8 @@ class LocalRank:
     segments: tuple[StandingSegment, ...]
     #: One for each slot; empty for a subscriber that serves nobody.
     buffers: list[HopBuffer]
+    #: Of the version that a subscriber received last, while its buffer holds that.
+    samples: Samples | None = None
     #: Towards each subscriber (SIDE/SERIAL).
     workers: dict[str, HopWorker] = field(default_factory=dict)
     #: What it has asked for last, and the claim that was given; None between hops.
@@ -155,6 +162,17 @@ class LocalRank:
             return True
         publishes, newest = self.entrance.role == "publisher", max(buffer.seq for buffer in self.buffers)
         return publishes and self.session is not None and seq > newest
+
+    def spoilt(self) -> str:
+        """What has been written to since the version came that its buffer holds; "" if nothing has."""
+        changed = self.samples.changed() if self.samples is not None else None
+        if changed is None:
+            return ""
+        return (
+            f"tensor {self.tensors.entries[changed].name!r} of {self.tensors.side} rank {self.number} has been written "
+            f"to since its version came, and others receive what it holds: subscribe with atomic=True or serve=False, "
+            f"or change a copy"
+        )
 
 
 @dataclass(slots=True)
@@ -830,9 +848,16 @@ class PublicationService:
             if rank.number == 0:
                 self._spawn(self._renew(side, rank, claim))
             if rank.session is not None and rank.buffers:
+                if text := rank.spoilt():
+                    log.warning(
+                        "publication %s: no difference to version %d: %s", side.publication, rank.buffers[0].seq, text
+                    )
                 rank.session.hops[batch] = HopClaim(
-                    claim=claim.number, held=rank.buffers[0].seq, arriving=self._arriving(side, claim)
+                    claim=claim.number,
+                    held=0 if text else rank.buffers[0].seq,
+                    arriving=self._arriving(side, claim),
                 )
+            rank.samples = None
             for slot, buffer in enumerate(rank.buffers):
                 buffer.clear()
                 self._remember(side, rank, slot, 0, None)
@@ -919,6 +944,8 @@ class PublicationService:
             for slot, buffer in enumerate(rank.buffers):
                 buffer.fill(claim.seq)
                 self._remember(side, rank, slot, claim.seq, claim.version)
+                # Its worker, which could write to it, goes on once this is answered.
+                rank.samples = Samples(rank.tensors.slots[slot], rank.segments)
             if not rank.buffers:
                 # It asks for newer versions than this, so a Redis that has lost its data has to go on from it.
                 self._remember(side, rank, 0, claim.seq, claim.version)
@@ -1015,15 +1042,26 @@ class PublicationService:
         log.info("publication %s: the hop to %s has failed: %s", claim.publication, claim.subscriber, text)
         if not isinstance(error, EthaError | _NotHeldError):
             log.error("publication %s: a hop has failed, a bug of Etha", claim.publication, exc_info=error)
+        spoilt = isinstance(error, _SpoiltError)
+        if spoilt:
+            log.warning(
+                "publication %s: %s serves version %d no more: %s", side.publication, side.name, claim.seq, error
+            )
+            for rank in side.ranks.values():
+                for slot, buffer in enumerate(rank.buffers):
+                    if buffer.holds(claim.seq):
+                        buffer.clear()
+                        self._remember(side, rank, slot, 0, None)
+            side.notify()
         # What was to be passed on and has not come is out of Redis already.
-        correct = isinstance(error, _NotHeldError) and not claim.upstream
-        self._spawn(self._give_up(side, claim, text, correct=correct))
+        correct = isinstance(error, _NotHeldError) and not (claim.upstream and not spoilt)
+        self._spawn(self._give_up(side, claim, text, correct=correct, why=str(error) if spoilt else ""))
 
-    async def _give_up(self, side: LocalSide, claim: SourceClaim, text: str, *, correct: bool) -> None:
-        """``correct``: first say in Redis what the buffers hold, or the next claim would be the same."""
+    async def _give_up(self, side: LocalSide, claim: SourceClaim, text: str, *, correct: bool, why: str = "") -> None:
+        """``correct``: first say in Redis what the buffers hold, and ``why``, or the next claim would be the same."""
         if correct:
             try:
-                await self._store.publications.forget(side.publication, side.holder)
+                await self._store.publications.forget(side.publication, side.holder, why)
                 if not side.ended:
                     await self._store.publications.hold(side.publication, side.holder)
             except EthaError as error:
@@ -1062,6 +1100,8 @@ class PublicationService:
                     raise _NotHeldError(f"rank {rank.number} does not hold version {claim.seq} whole any more")
                 buffer.pass_on(claim.seq)
                 worker.session.hops[batch] = replace(worker.session.hops[batch], passed=arriving)
+            elif text := rank.spoilt():
+                raise _SpoiltError(text)
             buffer.readers.add(claim.number)
 
         try:

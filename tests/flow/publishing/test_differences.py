@@ -152,6 +152,23 @@ async def test_what_came_as_a_difference_is_passed_on_whole(site: Site, pair: st
         check(second, 3)
 
 
+async def test_a_replica_that_has_changed_its_tensors_gets_all_bytes(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        source, target = sides(0.01, torch.bfloat16, torch.bfloat16)
+        trainer = await fleet.publish(source)
+        replica = await fleet.subscribe("replica", target, mapped=True)
+        for version in (1, 2):
+            await trainer.put(version)
+            share = await receive(replica)
+        assert share <= 0.025
+        for held in replica.tensors:
+            held["up"].add_(1)
+        await trainer.put(3)
+        assert await receive(replica) > WHOLE
+        await trainer.put(4)
+        assert await receive(replica) <= 0.025
+
+
 async def test_wider_targets_and_sums_get_all_bytes(site: Site, pair: str) -> None:
     async with Fleet(site, pair, SHAPES) as fleet:
         source, target = sides(0.01, torch.bfloat16, torch.float32)

@@ -1,4 +1,4 @@
-"""What is refused, and in which words."""
+"""What is refused, and in which words, and a replica that changes what it serves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import etha
 from etha.bus.messages import BeginPut, EndHop, Publish
 from etha.memory.handles import TensorHandle
-from tests.flow.publishing.fleets import Cut, Fleet
+from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.sites import Site
 
 SHAPES = {"w": (6, 4), "b": (3,)}
@@ -219,3 +219,48 @@ async def test_messages_that_no_client_sends(site: Site, pair: str) -> None:
             with pytest.raises(kind, match=text):
                 await client._connection.link.request(message, timeout=10)
         await client.status()
+
+
+# ---- a replica that changes what it serves ----
+
+TENSORS = {"w": (60, 40), "b": (30,), "none": (0, 4)}
+CUT = Cut(world=2, dims={"w": 0})
+
+
+def scale(replica: Replica) -> None:
+    """As an engine that quantizes its weights in place."""
+    for held in replica.tensors:
+        for tensor in held.values():
+            tensor.mul_(0.5)
+
+
+@pytest.mark.parametrize("what", ["all", "one tensor of one rank"])
+async def test_nobody_receives_what_a_replica_has_changed(site: Site, pair: str, what: str) -> None:
+    async with Fleet(site, pair, TENSORS) as fleet:
+        trainer = await fleet.publish(CUT)
+        first = await fleet.subscribe("first", CUT, mapped=True)
+        await trainer.put(1)
+        await first.next()
+        await trainer.close()
+        if what == "all":
+            scale(first)
+        else:
+            first.tensors[1]["b"].add_(1)
+        second = await fleet.subscribe("second", Cut(world=2, dims={"w": 1}), atomic=True)
+        with pytest.raises(etha.TransferTimeoutError, match="first"):
+            await asyncio.gather(*(one.next(timeout=3) for one in second.subscriptions))
+        assert all((tensor == 77).all() for held in second.tensors for tensor in held.values())
+
+        again = await fleet.publish(CUT)
+        state = {one.name: one for one in await again.publications[0].subscribers()}["first"]
+        assert "has been written to since its version came" in state.error and "serve=False" in state.error
+        assert state.seq == 1, "it holds what it has made of the version"
+        await again.put(2)
+        await first.next()
+        await second.next()
+        first.check(2)
+        second.check(2)
+        await again.close()
+        third = await fleet.subscribe("third", CUT, atomic=True)
+        await third.next()  # from either
+        third.check(2)
