@@ -181,7 +181,9 @@ class _Builder:
             raise GroupError(f"process groups have no method {self.method}")
         try:
             return maker(*self.args)
-        except TypeError as error:
+        except GroupError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
             raise GroupError(f"wrong arguments for {self.method}: {error}") from error
 
     # ---- one tensor or several, in place -----------------------------------------------------
@@ -202,7 +204,7 @@ class _Builder:
     def _in_place(self, kind: Kind, tensors: Any, *, opts: Any, op: Any = None, **more: Any) -> GroupCall:
         given = self._list(tensors)
         views = [_as_real(tensor, op) for tensor in given]
-        return self._call(kind, views, views, given, op=op, opts=opts, **more)
+        return self._call(kind, views, views, given, op=op, opts=opts, tag=_pairs_tag(given, op), **more)
 
     # ---- gathers -----------------------------------------------------------------------------
 
@@ -280,7 +282,8 @@ class _Builder:
         for t, output in enumerate(outputs):
             self._same_size("input", inputs[t * self.size + self.rank], "output", output)
         sources, targets = [_as_real(each, op) for each in inputs], [_as_real(each, op) for each in outputs]
-        return self._call(Kind.REDUCE_SCATTER, sources, targets, outputs, op=op, opts=opts, timeout=timeout)
+        tag = _pairs_tag([*inputs, *outputs], op)
+        return self._call(Kind.REDUCE_SCATTER, sources, targets, outputs, op=op, opts=opts, tag=tag, timeout=timeout)
 
     # ---- all to all --------------------------------------------------------------------------
 
@@ -418,7 +421,11 @@ class _Builder:
 
     def _root(self, opts: Any) -> int:
         """The root: from options (there may be several tensors; torch uses the first), or as a number."""
-        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        root = opts if isinstance(opts, int) or opts is None else getattr(opts, "rootRank", opts)
+        if opts is None or isinstance(root, timedelta):
+            root = 0
+        if not isinstance(root, int):
+            raise GroupError(f"{self.method}: root {root!r} is no rank")
         if not 0 <= root < self.size:
             raise GroupError(f"{self.method}: root {root} is no rank of a group with {self.size} members")
         return int(root)
@@ -469,6 +476,11 @@ def _as_real(tensor: Tensor, op: tuple[Any, Any] | None) -> Tensor:
     return torch.view_as_real(tensor)
 
 
+def _pairs_tag(tensors: Sequence[Tensor], op: tuple[Any, Any] | None) -> int:
+    """What tells a reduction of complex numbers from one of as many real numbers again."""
+    return descriptor.PAIRS if op is not None and any(tensor.is_complex() for tensor in tensors) else 0
+
+
 def _timeout(opts: Any, given: Any) -> timedelta | None:
     found = given if given is not None else getattr(opts, "timeout", opts)
     return found if isinstance(found, timedelta) and found > timedelta(0) and found != _UNSET else None
@@ -485,8 +497,10 @@ def _check_tensors(call: GroupCall, devices: Sequence[str]) -> None:
             raise GroupError(f"{call.method}: tensors of {first.dtype} and of {tensor.dtype} in one call")
         if tensor.device != first.device:
             raise GroupError(f"{call.method}: tensors on {first.device} and on {tensor.device} in one call")
-        if tensor.layout != torch.strided:
-            raise GroupError(f"{call.method}: tensors must be dense, one has layout {tensor.layout}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            what = "is nested" if tensor.is_nested else f"has layout {tensor.layout}"
+            raise GroupError(f"{call.method}: tensors must be dense, one {what}")
+        _check_memory(call.method, tensor)
     for tensor in call.outputs:
         if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise GroupError(f"{call.method}: an output was expanded, so its elements share memory: give a copy of it")
@@ -494,6 +508,22 @@ def _check_tensors(call: GroupCall, devices: Sequence[str]) -> None:
         served = " and ".join(devices)
         raise GroupError(f"{call.method}: a tensor is on {first.device}, this group serves {served} tensors")
     _check_operation(call, first.dtype)
+
+
+def _check_memory(method: str, tensor: Tensor) -> None:
+    """GroupError for a tensor without memory of its own: a wrapper (DTensor, FakeTensor), or one that was freed."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise GroupError(
+            f"{method}: a {type(tensor).__name__} has no memory of its own: give the tensor that it stands for "
+            f"(of a DTensor: to_local())"
+        )
+    if tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        if tensor.device.type != "meta" and tensor.untyped_storage().nbytes() < needed:
+            raise GroupError(
+                f"{method}: the memory of a tensor of {tuple(tensor.shape)} has been freed or is too short"
+            )
 
 
 def _check_operation(call: GroupCall, dtype: torch.dtype) -> None:

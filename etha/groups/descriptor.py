@@ -37,6 +37,9 @@ METHODS = (
 )
 #: ``extra`` of a BARRIER that stands for a call whose arguments its member has refused: this and a place in METHODS.
 REFUSED = 1 << 40
+#: ``extra`` of a reduction of complex numbers, whose tensors are those of their real and imaginary parts.
+PAIRS = 1 << 39
+_COMPLEX = {"float16": "complex32", "float32": "complex64", "float64": "complex128"}
 #: Reductions; "none" for a call that only moves.
 OPS = ("none", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
@@ -97,6 +100,8 @@ def decode(common: bytes) -> str:
         words.append(f"{'to' if kind in (Kind.REDUCE, Kind.GATHER) else 'from'} rank {root}")
     if dtype or tensors:
         name = DTYPES[dtype] if dtype < len(DTYPES) else f"dtype {dtype}"
+        if extra == PAIRS and name in _COMPLEX:
+            name, first, elements = _COMPLEX[name], [count // 2 for count in first], elements // 2
         words.append(f"of {_sizes(tensors, first, elements)} {name}")
     return " ".join(words)
 

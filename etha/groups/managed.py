@@ -35,7 +35,8 @@ _CARRIERS = {
     "baby-gloo": "ProcessGroupBabyGloo",
     "baby-nccl": "ProcessGroupBabyNCCL",
 }
-#: Reduced in float32 while a member is behind.
+#: While a member is behind, these are averaged in int64, and the others reduced in float32.
+_SHORT = {torch.uint8, torch.int8, torch.int16, torch.int32}
 _NARROW = FLOAT8 | {torch.float16, torch.bfloat16}
 #: Works that a group remembers until its step ends; completed ones are dropped beyond that.
 _MOST_WORKS = 256
@@ -179,8 +180,13 @@ class ManagedProcessGroup(ProcessGroupWrapper):
                 raise GroupMismatchError(f"{call.describe()}: a member that is behind receives no messages")
 
     def _reduce(self, call: GroupCall) -> Any:
+        wider: torch.dtype | None = None
         if any(tensor.dtype in _NARROW for tensor in call.inputs):  # so that the result is rounded once
-            wide = [tensor.float() for tensor in call.inputs]
+            wider = torch.float32
+        elif call.op == _OP.AVG and any(tensor.dtype in _SHORT for tensor in call.inputs):  # nor may the sum wrap
+            wider = torch.int64
+        if wider is not None:
+            wide = [tensor.to(wider) for tensor in call.inputs]
             whole = GroupCall(kind=call.kind, method=call.method, inputs=wide, outputs=wide, op=call.op)
             whole.factor, whole.returned = call.factor, call.returned
             return _Copied(self._reduce(whole), call, list(zip(call.outputs, wide, strict=True)))
@@ -267,7 +273,10 @@ class _Divided(_Work):  # type: ignore[misc]
                         tensor.div_(self._divisor, rounding_mode=None if tensor.is_floating_point() else "trunc")
 
     def is_completed(self) -> bool:
-        return self._divided and bool(self._work.is_completed())
+        if not self._work.is_completed():
+            return False
+        self._divide()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed()
@@ -302,7 +311,7 @@ class _Copied(_Divided):
 def _neutral(op: Any, dtype: torch.dtype) -> Any:
     """What changes nothing when it is reduced with anything."""
     if op in (_OP.SUM, _OP.AVG, _OP.PREMUL_SUM, _OP.BOR, _OP.BXOR):
-        return 0
+        return -0.0 if dtype.is_floating_point else 0  # 0.0 and -0.0 are 0.0
     if op == _OP.PRODUCT:
         return 1
     if dtype is torch.bool:
@@ -310,7 +319,7 @@ def _neutral(op: Any, dtype: torch.dtype) -> Any:
     if op == _OP.BAND:
         return -1 if torch.iinfo(dtype).min < 0 else torch.iinfo(dtype).max
     least = op == _OP.MAX
-    if dtype in FLOAT8:  # some of them have no infinity
+    if dtype in FLOAT8 and dtype is not torch.float8_e5m2:  # the others have no infinity
         return torch.finfo(dtype).min if least else torch.finfo(dtype).max
     if dtype.is_floating_point:
         return float("-inf") if least else float("inf")

@@ -47,17 +47,25 @@ class GroupWork(_Work):  # type: ignore[misc]
 
     def finish(self, error: BaseException | None = None) -> None:
         """End the call. Only the first call of this counts."""
+        self.end(error)()
+
+    def end(self, error: BaseException | None = None) -> Callable[[], None]:
+        """End the call without its callbacks, a user's code: call what this returns where they harm nobody."""
         with self._lock:
             if self._done:
-                return
+                return lambda: None
             self._error, self._done, self._run = error, True, None
             root, callbacks = self._root, self._callbacks
             self._root, self._callbacks = None, []
         self._gate.release()
-        if root is not None:
-            root.set_result(None)
-        for callback in callbacks:
-            callback()
+
+        def tell() -> None:
+            if root is not None:
+                root.set_result(None)
+            for callback in callbacks:
+                callback()
+
+        return tell
 
     def on_finished(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the call has ended, on the thread that ends it; at once if it has."""

@@ -123,6 +123,13 @@ class HeldBase(StrictStruct, frozen=True, kw_only=True):
     seq: int
 
 
+@message("held_part")
+class HeldPart(StrictStruct, frozen=True, kw_only=True):
+    """In the hop of claim ``claim``: an earlier hop has brought a part of the version to my targets; ask which."""
+
+    claim: int
+
+
 @message("unique_id")
 class UniqueId(StrictStruct, frozen=True, kw_only=True):
     """The id of the NCCL communicator to use after failed transfer ``edition``, from the agent that makes the ids."""
@@ -195,6 +202,7 @@ Introduction = (
     | Copied
     | Sums
     | HeldBase
+    | HeldPart
     | UniqueId
     | AskMissing
     | TellMissing

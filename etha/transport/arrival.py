@@ -14,24 +14,43 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable
 
 from etha.memory.views import View
-from etha.transport.wire.flows import End, Place, Span, WireProgram, landed, place_of
+from etha.transport.wire.flows import End, Place, Span, WireProgram, count_pieces, landed, place_of
 
 
 class ArrivingVersion:
-    """What hop ``claim`` brings to a side's memory on one agent: version ``seq``.
+    """What hop ``claim`` brings to a side's memory on one agent: version ``seq``, which people call ``label``.
 
-    ``changed()`` is called when it begins and when it ends, by whoever says so.
+    ``changed()`` is called when it begins and when it ends, by whoever says so. ``earlier``: what a hop has brought
+    that was to bring the same version to the same memory, and has failed. Nobody may have written to that since.
     """
 
-    def __init__(self, claim: int, seq: int, changed: Callable[[], None] = lambda: None) -> None:
-        self.claim, self.seq, self._tell = claim, seq, changed
+    def __init__(
+        self,
+        claim: int,
+        seq: int,
+        changed: Callable[[], None] = lambda: None,
+        *,
+        label: object = None,
+        earlier: ArrivingVersion | None = None,
+    ) -> None:
+        self.claim, self.seq, self.label, self._tell = claim, seq, label, changed
         self.begun = self.whole = self.lost = False
+        #: Whether its run is over, so that nothing writes to the memory any more.
+        self.still = False
         self._lock = threading.Lock()
         #: space -> starts and ends of what has come, in order and apart from each other.
         self._come: dict[Hashable, tuple[list[int], list[int]]] = {}
         #: Bytes that have yet to come for each tensor.
         self._left: dict[Place, int] = {}
+        #: Tensors that an earlier hop has brought whole.
+        self._kept = frozenset[Place]()
         self._listeners: tuple[Callable[[], None], ...] = ()
+        if earlier is not None:
+            with earlier._lock:
+                self._come = {space: (list(a), list(b)) for space, (a, b) in earlier._come.items()}
+                self._kept = earlier._kept | {place for place, left in earlier._left.items() if left == 0}
+        #: Whether something of it was there before its run began.
+        self.resumed = bool(self._come or self._kept)
 
     @property
     def over(self) -> bool:
@@ -65,6 +84,11 @@ class ArrivingVersion:
                 self._left[place] = self._left.get(place, 0) - nbytes
         self._notify()
 
+    def settle(self, *, whole: bool) -> None:
+        """Its run is over, and the hop has committed, or has ended without that."""
+        self.still = True
+        self.end(whole=whole)
+
     def end(self, *, whole: bool) -> None:
         """The hop has committed, or has ended without that. Only the first word counts."""
         with self._lock:
@@ -94,7 +118,7 @@ class ArrivingVersion:
     def ready(self, view: View, offset: int, most: int) -> int:
         """How many of ``most`` bytes of a tensor may be sent, from ``offset`` bytes after its start."""
         with self._lock:
-            if self.whole or self._left.get(place_of(view)) == 0:
+            if self.whole or self._left.get(place_of(view)) == 0 or place_of(view) in self._kept:
                 return most
             starts, ends = self._come.get(view.space, ((), ()))
             start = view.place + offset
@@ -103,16 +127,39 @@ class ArrivingVersion:
 
     def has(self, end: End) -> bool:
         """Whether all that an end of a piece reads is in place."""
-        if end.view is None:
-            return False
-        size = end.view.dtype.itemsize
-        for tile, offset, _ in end.steps:
-            last = sum((count - 1) * stride for count, stride in zip(tile.counts, tile.source_strides, strict=True))
-            if self.ready(end.view, offset * size, (last + 1) * size) < (last + 1) * size:
-                return False
-        return True
+        return end.view is not None and self._covers(end, end.view, target=False)
+
+    # ---- what an earlier hop has brought --------------------------------------------------------
+
+    def goes_on(self, seq: int, label: object) -> bool:
+        """Whether a later hop of that version may keep what this one has brought: it has failed, and nothing of it
+        writes any more."""
+        return self.lost and (self.still or not self.begun) and (self.seq, self.label) == (seq, label)
+
+    def kept(self, span: Span) -> list[bool]:
+        """For each piece of a span, whether all that it is to bring was in place before. Contributions, and what is
+        forwarded, always travel."""
+        if not self.resumed or span.index >= 0 or span.arrivals:
+            return [False] * count_pieces(span)
+        if span.cuts:
+            return [self.ready(cut.view, cut.offset, cut.nbytes) >= cut.nbytes for cut in span.cuts]
+        return [
+            all(end.view is not None and self._covers(end, end.view, target=True) for end in piece.ends)
+            for _, piece in span.pieces
+        ]
 
     # ---- inside -------------------------------------------------------------------------------------
+
+    def _covers(self, end: End, view: View, *, target: bool) -> bool:
+        """Whether all bytes from the first to the last of each step of an end are in place; ``target``: which the end
+        writes, else which it reads."""
+        size = view.dtype.itemsize
+        for tile, offset, _ in end.steps:
+            strides = tile.target_strides if target else tile.source_strides
+            last = sum((count - 1) * stride for count, stride in zip(tile.counts, strides, strict=True))
+            if self.ready(view, offset * size, (last + 1) * size) < (last + 1) * size:
+                return False
+        return True
 
     def _add(self, space: Hashable, start: int, end: int) -> None:
         starts, ends = self._come.setdefault(space, ([], []))

@@ -61,7 +61,8 @@ class WireRun:
     hold them. ``held``: the number of the version that the targets here hold whole, 0 for none. After the run,
     ``touched`` says whether targets may have been written, and ``wired`` how many bytes have come over the wire.
     ``limit``: how fast this agent may send, None for no limit. ``arriving``: what is told of all that comes.
-    ``passed``: what is sent is itself still arriving here.
+    ``passed``: what is sent is itself still arriving here. ``resumed``: agents to whose targets an earlier run has
+    brought a part of this version.
     """
 
     program: WireProgram
@@ -75,6 +76,7 @@ class WireRun:
     limit: RateLimit | None = None
     arriving: ArrivingVersion | None = None
     passed: ArrivingVersion | None = None
+    resumed: frozenset[str] = frozenset()
     touched: bool = False
     wired: int = 0
 

@@ -50,6 +50,14 @@ MISMATCHES = {
     "numel": lambda g, odd: g.allreduce([torch.ones(5 + odd)]),
     "long": lambda g, odd: g.allreduce([torch.ones(500_000 + odd)]),
     "dtype": lambda g, odd: g.allreduce([torch.ones(5, dtype=torch.float64 if odd else torch.float32)]),
+    "complex": lambda g, odd: g.allreduce([torch.ones(4, dtype=torch.complex64) if odd else torch.ones(8)]),
+    "complex pieces": lambda g, odd: g.reduce_scatter_single(
+        *(
+            [torch.ones(1, dtype=torch.complex64), torch.ones(3, dtype=torch.complex64)]
+            if odd
+            else [torch.ones(2), torch.ones(6)]
+        )
+    ),
     "op": lambda g, odd: g.allreduce([torch.ones(5)], dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
     "root": lambda g, odd: g.broadcast_one(torch.ones(5), int(odd)),
     "call": lambda g, odd: g.barrier() if odd else g.allreduce([torch.ones(5)]),
@@ -167,6 +175,45 @@ def wait_for_key(address: str, key: str) -> None:
     host, port = address.split(":")
     client = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=60))
     client.wait([key])
+
+
+def calls_back(member: Member, what: str, numel: int) -> str:
+    """A future's callback makes a call of its own and waits for it, or ends the group."""
+    group = ready(member, timeout=20.0)
+    mine, again, done = torch.ones(numel), torch.ones(3), threading.Event()
+    found: list[str] = []
+
+    def back(_: Any) -> None:
+        try:
+            match what:
+                case "wait":
+                    group.allreduce([again]).wait()
+                    found.append(str(int(again[0])))
+                case "collect":
+                    gc.collect()
+                    found.append(str(member.size))
+                case _:
+                    getattr(group, what)()
+                    found.append(str(member.size))
+        finally:
+            done.set()
+
+    other = member.configured("other") if what == "collect" else None
+    if other is not None:  # a group in a cycle is shut down by whoever collects it
+        other.itself = other
+        del other
+    group.allreduce([mine]).get_future().then(back)
+    assert done.wait(10), "the callback does not end"
+    if what in ("wait", "collect"):
+        group.barrier().wait()
+    group.shutdown()
+    return found[0]
+
+
+@pytest.mark.parametrize("numel", [3, 500_000])
+@pytest.mark.parametrize("what", ["wait", "abort", "shutdown", "collect"])
+def test_a_callback_may_wait_for_a_call_or_end_the_group(what: str, numel: int) -> None:
+    assert together(2, calls_back, what, numel) == {0: "2", 1: "2"}
 
 
 def aborts(member: Member, from_thread: bool) -> str:

@@ -92,13 +92,14 @@ class TransferRun:
         limit: RateLimit | None = None,
         arriving: ArrivingVersion | None = None,
         passed: ArrivingVersion | None = None,
+        resumed: frozenset[str] = frozenset(),
     ) -> None:
         """``bases`` and ``held``: see ``WireRun``. ``pulls``: the copies that workers do themselves.
 
-        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``
-        and ``passed``: see ``WireRun``; a run that passes a version on ends well only once that has come whole.
+        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``,
+        ``passed``, ``resumed``: see ``WireRun``; one that passes a version on ends well only once that has come whole.
         """
-        self.arriving, self._passed = arriving, passed
+        self.arriving, self._passed, self._resumed = arriving, passed, resumed
         #: Set when what is passed on may be whole, or when this run fails.
         self._come = asyncio.Event()
         self._limit = limit
@@ -188,6 +189,7 @@ class TransferRun:
                 held=self._held,
                 limit=self._limit,
                 passed=self._passed,
+                resumed=self._resumed,
             )
             arriving = self.arriving
             if arriving is not None and not job.pieces and pulls is None and may_arrive(program.wire):

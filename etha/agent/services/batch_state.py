@@ -25,7 +25,7 @@ from etha.bus.messages import AttachShadows, AttachSnapshot
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
-from etha.peer.introductions import Exhibits, HeldBase, Sums, UniqueId
+from etha.peer.introductions import Exhibits, HeldBase, HeldPart, Sums, UniqueId
 from etha.peer.messages import Message, Verb, Version
 from etha.peer.wire import Scope
 from etha.phases import Phases
@@ -317,6 +317,8 @@ class RegisteredBatch:
         self.received_sums = ReceivedSums()
         #: What target ranks of other agents hold before a hop: (claim, seq).
         self.held_bases: dict[int, tuple[int, int]] = {}
+        #: Other agents at whose targets a hop goes on that was broken off, and the claim of that.
+        self.held_parts: dict[str, int] = {}
         #: By source side, and whether it sends a snapshot.
         self.programs: dict[tuple[str, bool], DirectionProgram] = {}
         self.asks: dict[CallKey, Ask] = {}
@@ -416,12 +418,14 @@ class RegisteredBatch:
                     found.add("local" if giver == taker else "host" if routing.reach(taker, giver) else wire)
         return "+".join(sorted(found))
 
-    def take(self, agent: str, message: Sums | UniqueId | HeldBase) -> None:
+    def take(self, agent: str, message: Sums | UniqueId | HeldBase | HeldPart) -> None:
         """Take another agent's message that a transfer of this batch needs."""
         if isinstance(message, Sums):
             self.received_sums.take(agent, message)
         elif isinstance(message, HeldBase):
             self.held_bases[message.rank] = message.claim, message.seq
+        elif isinstance(message, HeldPart):
+            self.held_parts[agent] = message.claim
         elif isinstance(self.transport, NcclBatchTransport):
             self.transport.hear(agent, message)
 

@@ -100,6 +100,8 @@ PATIENCE = 1.0
 HOP_IDLE = 30.0
 #: Seconds that Redis is given to hear that a side has left, and that all have to leave a pair before it is removed.
 _LAST_WORDS, _FORGET = 5.0, 30.0
+#: Seconds for which a rank that has left in order counts as there, until all others have put what it has put last.
+_LAST_PUT = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,12 +571,24 @@ class PublicationService:
         async def tell(before: EndableTask[None] | None) -> None:
             if before is not None:
                 await before.over.wait()
+            if side is not None and reason == "closed":
+                await self._until_announced(side, rank)
             timeout = _LAST_WORDS if self._leaving else math.inf
             await self._store.publications.leave(publication, name, rank, holder, reason, timeout=timeout)
             if side is not None and side.role == "subscriber":
                 await self._release_unread(side, timeout)
 
         self._farewells[key] = EndableTask(self._spawn, tell(self._farewells.get(key)), over)
+
+    async def _until_announced(self, side: LocalSide, number: int) -> None:
+        """What a rank has put before it left in order counts: the others may still be in that put."""
+        rank = side.ranks[number]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_PUT):
+                while rank.announced is not None and not self._leaving and not side.ended:
+                    side.changed.set()  # so that it is asked again now
+                    moved = side.moved
+                    await moved.wait()
 
     async def _release_unread(self, side: LocalSide, timeout: float) -> None:
         """Take claims out of Redis that were given just before a side has left. Hops that read its memory go on."""
@@ -724,7 +738,12 @@ class PublicationService:
             await self._announce(side, rank, put)
         except RedisUnavailableError:
             raise
-        except EthaError as error:  # not all ranks have come back yet, or this launch is over
+        except (GroupLostError, PeerLostError) as error:  # this launch is over
+            log.debug("publication %s: put %d of %s: %s", side.publication, put.number, side.name, error)
+            if rank.session is None:
+                rank.announced = None
+                side.notify()
+        except EthaError as error:  # not all ranks have come back yet
             log.debug("publication %s: put %d of %s: %s", side.publication, put.number, side.name, error)
 
     def _note_puts(self, side: LocalSide, number: int) -> None:
@@ -804,7 +823,8 @@ class PublicationService:
                 version=message.version,
                 links=tuple(rank.links),
                 avoid=tuple(sorted({rank.sources[claim] for claim in message.avoid if claim in rank.sources})),
-            )
+            ),
+            message.avoid,
         )
         unanswered = self._unanswered(f"{side.name}, which asked for a version of publication {side.publication!r},")
         self._answer(
@@ -855,7 +875,7 @@ class PublicationService:
                 rank.session.hops[batch] = HopClaim(
                     claim=claim.number,
                     held=0 if text else rank.buffers[0].seq,
-                    arriving=self._arriving(side, claim),
+                    arriving=self._arriving(side, claim, asking.failed),
                 )
             rank.samples = None
             for slot, buffer in enumerate(rank.buffers):
@@ -884,14 +904,18 @@ class PublicationService:
             await self._check_fits(side.publication, side.name, rank.entrance.tensors)  # says all that is wrong
             raise
 
-    def _arriving(self, side: LocalSide, claim: SourceClaim) -> ArrivingVersion | None:
-        """What a claim brings to all ranks here, for those to whom it is passed on."""
-        if not self._pass_on:
-            return None
-        if side.arriving is None or side.arriving.claim != claim.number:
-            if side.arriving is not None:
-                side.arriving.end(whole=False)
-            side.arriving = ArrivingVersion(claim.number, claim.seq, side.notify)
+    def _arriving(self, side: LocalSide, claim: SourceClaim, failed: Collection[int]) -> ArrivingVersion:
+        """What a claim brings to all ranks here, for those to whom it is passed on. ``failed``: earlier claims of the
+        same call. Between these the memory is the call's alone, so what they have brought of the version is kept."""
+        before = side.arriving
+        if before is None or before.claim != claim.number:
+            if before is not None:
+                before.end(whole=False)
+            goes_on = before is not None and before.claim in failed and before.goes_on(claim.seq, claim.version)
+            side.arriving = ArrivingVersion(
+                claim.number, claim.seq, side.notify, label=claim.version, earlier=before if goes_on else None
+            )
+        assert side.arriving is not None
         return side.arriving
 
     def _note_pair(self, rank: LocalRank, pair: str, batch: str) -> None:
@@ -980,7 +1004,7 @@ class PublicationService:
     async def _look(self, side: LocalSide) -> None:
         publications = self._store.publications
         for rank in list(side.ranks.values()):
-            if rank.announced is not None and rank.session is not None:
+            if rank.announced is not None:
                 await self._announce_again(side, rank, rank.announced)
         if any(rank.buffers for rank in side.ranks.values()):
             claims = await publications.claims(side.publication, side.holder)
@@ -1223,9 +1247,10 @@ class PublicationService:
 
 @dataclass(slots=True)
 class _Asking:
-    """What a subscriber asks for, and what Redis has answered last."""
+    """What a subscriber asks for, the claims of the same call that have failed, and what Redis has answered last."""
 
     request: ClaimRequest
+    failed: tuple[int, ...]
     answer: ClaimAnswer | None = None
 
 

@@ -33,7 +33,7 @@ from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
 from etha.agent.services.batch_state import Ask, Key, RegisteredBatch, RunningProgram
 from etha.agent.services.compile import TransferCompiler
-from etha.agent.services.differences import bases, held_here, tell_held
+from etha.agent.services.differences import bases, held_here, resumed, tell_held
 from etha.agent.services.lane_scheduler import LaneScheduler, Needs
 from etha.agent.services.offers import Offers
 from etha.agent.services.stragglers import StragglerQueries
@@ -49,7 +49,7 @@ from etha.memory.reach import AccessError, FaultError, ReachError, RevokedError,
 from etha.memory.revocation import Guard
 from etha.observe import trace
 from etha.observe.recorder import Recorder
-from etha.peer.introductions import Copied, HeldBase, Sums, UniqueId
+from etha.peer.introductions import Copied, HeldBase, HeldPart, Sums, UniqueId
 from etha.peer.messages import Message
 from etha.phases import NO_PHASES, Phases
 from etha.store.registry import Store
@@ -175,9 +175,11 @@ class TransferService:
         await self.stragglers.learn(batch, key)
         self._perform(batch, batch.participant.end(key, expired=True))
 
-    def hear(self, batch: RegisteredBatch, agent: str, message: Message | Sums | UniqueId | HeldBase) -> None:
+    def hear(
+        self, batch: RegisteredBatch, agent: str, message: Message | Sums | UniqueId | HeldBase | HeldPart
+    ) -> None:
         """A message from another agent of the batch."""
-        if isinstance(message, Sums | UniqueId | HeldBase):
+        if isinstance(message, Sums | UniqueId | HeldBase | HeldPart):
             batch.take(agent, message)
         else:
             self._perform(batch, batch.participant.hear(agent, message))
@@ -341,6 +343,7 @@ class TransferService:
             limit=limit,
             arriving=arriving,
             passed=passed,
+            resumed=resumed(batch, current.source) if wire is not None else frozenset(),
         )
         current.submitted = current.started if known else time.monotonic()
         current.run.start()
@@ -405,7 +408,7 @@ class TransferService:
         if effect.error is not None:
             batch.fail(effect.seq, effect.error)
         if current.run is not None and current.run.arriving is not None:
-            current.run.arriving.end(whole=effect.error is None)
+            current.run.arriving.settle(whole=effect.error is None)
         now = time.monotonic()
         seconds = now - current.started
         fields: dict[str, int | float | str | None] = {"seq": effect.seq}

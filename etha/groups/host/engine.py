@@ -348,7 +348,8 @@ class Engine:
                 return
             while self._queue:
                 with self._turn:
-                    self._carry_out_next()
+                    tell = self._carry_out_next()
+                tell()
 
     def _help(self, item: _Item, limit: timedelta | None) -> None:
         """Carry out calls on the caller's thread until ``item`` has ended."""
@@ -357,21 +358,26 @@ class Engine:
             left = -1.0 if until is None else max(0.0, until - time.monotonic())
             if not self._turn.acquire(timeout=left):
                 return
+            tell = None
             try:
                 if not item.work.is_completed():
-                    self._carry_out_next(until)
+                    tell = self._carry_out_next(until)
             finally:
                 self._turn.release()
+            if tell is not None:
+                tell()
 
-    def _carry_out_next(self, until: float | None = None) -> None:
-        """Carry out the first call of the queue. The caller has the turn."""
+    def _carry_out_next(self, until: float | None = None) -> Callable[[], None]:
+        """Carry out the first call of the queue. The caller has the turn, and calls what this returns without it: the
+        callbacks of a future may wait for other calls, or close the group."""
         with self._lock:
             if not self._queue:
-                return
+                return lambda: None
             item = self._queue.popleft()
             self._running, self._last_phase = item.number, None
         self._carrier = threading.get_ident()
         error: BaseException | None = None
+        interrupt: BaseException | None = None
         try:
             end = time.monotonic() + item.timeout
             self._waits = until is not None and until < end
@@ -384,15 +390,18 @@ class Engine:
             interrupted = isinstance(failed, KeyboardInterrupt)
             self.abort("interrupted by Ctrl-C" if interrupted else f"{type(failed).__name__}: {failed}")
             error = GroupAbortedError(str(self.error))
-            if interrupted:
-                raise
+            interrupt = failed if interrupted else None
         finally:
             with self._lock:
                 self._running, self._last_phase = -1, None
                 if self.error is not None:  # messages may still wait
                     self._library.stop(self._memory, _STOP)
-            item.work.finish(error)
+            tell = item.work.end(error)
             self._carrier = None
+        if interrupt is not None:
+            tell()
+            raise interrupt
+        return tell
 
     def _withdraw(self) -> None:
         """A call has failed: nothing of its tensors is sent any more."""

@@ -274,7 +274,7 @@ class DataPlane:
                     program, wire_run.guards, label, copy_slots=self.copy_slots, budget=self.budget, slabs=slabs,
                     bases=self._chosen(wire_run), held=wire_run.held if program.differs else 0,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()), limit=wire_run.limit,
-                    arriving=wire_run.arriving, passed=wire_run.passed,
+                    arriving=wire_run.arriving, passed=wire_run.passed, resumed=wire_run.resumed,
                 )  # fmt: skip
                 self._changed.notify_all()
         except BaseException:
@@ -328,7 +328,8 @@ class DataPlane:
     def note(self, run: TcpRun, seconds: float) -> None:
         """A run has ended well, after ``seconds``."""
         for peer, flow in run.program.sends.items():
-            self._choices[peer].note(flow.nbytes, seconds, differed=peer in run.bases)
+            if peer not in run.resumed:  # else it has sent less than that
+                self._choices[peer].note(flow.nbytes, seconds, differed=peer in run.bases)
 
     async def prepare(self, run: WireRun) -> None:
         """Copy what must be read before anything is written. The rest of the transfer may begin only after it."""

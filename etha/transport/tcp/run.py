@@ -81,12 +81,15 @@ class TcpRun:
         limit: RateLimit | None = None,
         arriving: ArrivingVersion | None = None,
         passed: ArrivingVersion | None = None,
+        resumed: frozenset[str] = frozenset(),
     ) -> None:
         self.program, self.guards, self.label = program, guards, label
         #: How fast this agent may send.
         self.limit = limit
         #: What is told of all that comes, and what is sent while it is still arriving here.
         self.arriving, self.passed = arriving, passed
+        #: The agents that are asked what they have of it, before any of it is sent. Not about what is reduced here.
+        self.resumed = frozenset[str]() if program.parts else resumed
         self.error: BaseException | None = None
         #: Versions with which what is sent is compared, by the agent that holds them; and the one that is held here.
         self.bases, self.held = bases, held

@@ -19,7 +19,7 @@ import struct
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -35,11 +35,11 @@ from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_vie
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, TcpRun
 from etha.transport.wire.differences import BaseVersion
-from etha.transport.wire.flows import CHUNK, Flow, FlowPiece, Span
+from etha.transport.wire.flows import CHUNK, Flow, FlowPiece, Span, count_pieces, divide
 
-_MAGIC = b"etha-w2\0"
-#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes of this stream, base.
-_HEADER = struct.Struct("<8s32s32sQIIQQQ")
+_MAGIC = b"etha-w3\0"
+#: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes of this stream, base, asks.
+_HEADER = struct.Struct("<8s32s32sQIIQQQ?")
 HEADER_BYTES = _HEADER.size
 
 
@@ -48,6 +48,7 @@ class Header:
     """What a stream announces before a run's bytes; the other end compares it with its own plan.
 
     ``base``: what follows is the difference to the version of this number, which the targets hold; 0: all bytes.
+    ``asks``: the sender waits until the receiver has answered which pieces it has, a bit for each, and leaves them out.
     """
 
     key: bytes
@@ -58,27 +59,30 @@ class Header:
     nbytes: int
     wire: int
     base: int = 0
+    asks: bool = False
 
     @classmethod
-    def of(cls, flow: Flow, lane: int, label: tuple[bytes, int], base: int = 0) -> Header:
+    def of(cls, flow: Flow, lane: int, label: tuple[bytes, int], base: int = 0, asks: bool = False) -> Header:
         """The header of one lane of a flow."""
         return cls(
             key=label[0], digest=flow.digest, seq=label[1], lane=lane, lanes=len(flow.lanes), nbytes=flow.nbytes,
-            wire=sum(span.wire for span in flow.lanes[lane]), base=base,
+            wire=sum(span.wire for span in flow.lanes[lane]), base=base, asks=asks,
         )  # fmt: skip
 
     def pack(self) -> bytes:
         return _HEADER.pack(
-            _MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire, self.base
+            _MAGIC, self.key, self.digest, self.seq, self.lane, self.lanes, self.nbytes, self.wire, self.base, self.asks
         )
 
     @classmethod
     def unpack(cls, data: bytes | bytearray) -> Header:
         """The inverse of ``pack``. ProtocolError for anything else."""
-        magic, key, digest, seq, lane, lanes, nbytes, wire, base = _HEADER.unpack(data)
+        magic, key, digest, seq, lane, lanes, nbytes, wire, base, asks = _HEADER.unpack(data)
         if magic != _MAGIC:
             raise ProtocolError(f"the other agent's data begin with {magic!r}: use one version of etha")
-        return cls(key=key, digest=digest, seq=seq, lane=lane, lanes=lanes, nbytes=nbytes, wire=wire, base=base)
+        return cls(
+            key=key, digest=digest, seq=seq, lane=lane, lanes=lanes, nbytes=nbytes, wire=wire, base=base, asks=asks
+        )
 
 
 #: Most bytes of one system call inside a worker's memory.
@@ -291,7 +295,7 @@ class ReceiveStream(Stream):
             if run is None or not run.begin(self):
                 return
             with self.part(run, header.lane):
-                self._run(run, self._agree(run, header), header.lane, header.base)
+                self._run(run, self._agree(run, header), header)
             if self.closed:
                 return
             del run
@@ -307,7 +311,9 @@ class ReceiveStream(Stream):
         plan."""
         flow = run.program.receives.get(self.peer)
         lanes = () if flow is None else flow.lanes
-        mine = Header.of(flow, header.lane, run.label, header.base) if flow and header.lane < len(lanes) else None
+        mine = None
+        if flow and header.lane < len(lanes):
+            mine = Header.of(flow, header.lane, run.label, header.base, header.asks)
         if flow is None or header != mine:
             raise ProtocolError(
                 f"agent {self.peer} is about to send {header.nbytes} bytes in {header.lanes} streams "
@@ -322,23 +328,43 @@ class ReceiveStream(Stream):
             )
         return flow
 
-    def _run(self, run: TcpRun, flow: Flow, lane: int, base: int) -> None:
-        for span in flow.lanes[lane]:
-            wired = span.wire
-            if base:
-                wired = self._difference(run, span)
-            elif span.index >= 0:
-                self._contribution(run, span)
-            elif span.memory is not None:
-                self._straight(run, span, span.memory)
-            else:
-                self._unpacked(run, span)
-            if span.arrivals:
-                run.laid(span.arrivals)
-            if run.arriving is not None:
+    def _run(self, run: TcpRun, flow: Flow, header: Header) -> None:
+        spans, base = flow.lanes[header.lane], header.base
+        kept = self._say_kept(run, spans) if header.asks else None
+        for number, whole in enumerate(spans):
+            rest, had = ([whole], []) if kept is None else divide(whole, kept[number])
+            for span in had:
+                assert run.arriving is not None
                 run.arriving.finish(span)
-            run.moved(span.nbytes, wired)
-            self.owner.count(self.peer, 0, span.nbytes)
+                run.moved(span.nbytes)
+            for span in rest:
+                self._take(run, span, base)
+
+    def _say_kept(self, run: TcpRun, spans: Sequence[Span]) -> list[list[bool]]:
+        """Answer which pieces of a lane are here already."""
+        if run.arriving is None:
+            kept = [[False] * count_pieces(span) for span in spans]
+        else:
+            kept = [run.arriving.kept(span) for span in spans]
+        self.sock.sendall(np.packbits([had for some in kept for had in some], bitorder="little").tobytes())
+        return kept
+
+    def _take(self, run: TcpRun, span: Span, base: int) -> None:
+        wired = span.wire
+        if base:
+            wired = self._difference(run, span)
+        elif span.index >= 0:
+            self._contribution(run, span)
+        elif span.memory is not None:
+            self._straight(run, span, span.memory)
+        else:
+            self._unpacked(run, span)
+        if span.arrivals:
+            run.laid(span.arrivals)
+        if run.arriving is not None:
+            run.arriving.finish(span)
+        run.moved(span.nbytes, wired)
+        self.owner.count(self.peer, 0, span.nbytes)
 
     def _contribution(self, run: TcpRun, span: Span) -> None:
         part = span.parts[0]
@@ -495,7 +521,7 @@ class SendStream(Stream):
         span = flow.lanes[lane][0]
         if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or run.limit is not None:
             return False
-        if run.passed is not None:  # it may have to be waited for
+        if run.passed is not None or self.peer in run.resumed:  # it may have to be waited for
             return False
         if not self._writable():
             return False
@@ -556,18 +582,40 @@ class SendStream(Stream):
         spans = flow.lanes[lane]
         base = run.bases.get(self.peer)
         # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
-        more = 0 if spans[0].parts or spans[0].after or run.passed is not None else socket.MSG_MORE
-        self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq).pack(), more)
-        for span in spans:
-            if span.after:
-                run.await_laid(span.after)
-            if base is not None:
-                self._difference(run, span, base)
-            elif span.memory is not None:
-                self._straight(run, span, span.memory)
-            else:
-                self._packed(run, span)
-            self._sent(run, span)
+        asks = self.peer in run.resumed
+        more = 0 if spans[0].parts or spans[0].after or run.passed is not None or asks else socket.MSG_MORE
+        self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq, asks).pack(), more)
+        kept = self._ask(spans) if asks else None
+        for number, whole in enumerate(spans):
+            rest, had = ([whole], []) if kept is None else divide(whole, kept[number])
+            for span in had:
+                run.moved(span.nbytes)
+            for span in rest:
+                self._give(run, span, base)
+
+    def _ask(self, spans: Sequence[Span]) -> list[list[bool]]:
+        """For each piece of a lane, whether the receiver has it already."""
+        counts = [count_pieces(span) for span in spans]
+        said = bytearray(-(-sum(counts) // 8))
+        at = 0
+        while at < len(said):
+            n = self.sock.recv_into(memoryview(said)[at:], 0, socket.MSG_WAITALL)
+            if n == 0:
+                raise self.lost()
+            at += n
+        bits = iter(np.unpackbits(np.frombuffer(said, np.uint8), bitorder="little").astype(bool).tolist())
+        return [list(itertools.islice(bits, count)) for count in counts]
+
+    def _give(self, run: TcpRun, span: Span, base: BaseVersion | None) -> None:
+        if span.after:
+            run.await_laid(span.after)
+        if base is not None:
+            self._difference(run, span, base)
+        elif span.memory is not None:
+            self._straight(run, span, span.memory)
+        else:
+            self._packed(run, span)
+        self._sent(run, span)
 
     def _sent(self, run: TcpRun, span: Span) -> None:
         run.moved(span.nbytes)

@@ -220,12 +220,8 @@ def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
     full.register(pair, 0)  # tells when its stream is shut
     while True:
         events = dict(idle.poll())
-        if tls.fileno() in events:  # the other end never sends data, so it has ended or sent an alert
-            try:
-                tls.recv(1)
-                return
-            except ssl.SSLWantReadError:
-                pass
+        if tls.fileno() in events and not _answer(tls, pair):
+            return
         if events.get(pair.fileno(), 0) & (select.POLLHUP | select.POLLERR):
             return
         if pair.fileno() not in events:
@@ -248,12 +244,25 @@ def _send(tls: ssl.SSLSocket, pair: socket.socket) -> None:
                     return
 
 
+def _answer(tls: ssl.SSLSocket, pair: socket.socket) -> bool:
+    """Hand the stream what the other end answers, which is short. False if that has ended the connection."""
+    while True:
+        try:
+            data = tls.recv(CHUNK)
+        except ssl.SSLWantReadError:
+            return True
+        if not data:
+            return False
+        pair.sendall(data)
+
+
 def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
-    """Put what comes from the network into the pair, until either ends."""
+    """Put what comes from the network into the pair, until either ends, and send what the stream answers."""
     memory = memoryview(bytearray(CHUNK))
-    idle = select.poll()
+    idle, full = select.poll(), select.poll()
     idle.register(tls, select.POLLIN)
-    idle.register(pair, 0)
+    idle.register(pair, select.POLLIN)
+    full.register(tls, select.POLLOUT)
     ended = False
     while not ended:
         have, dry = 0, False
@@ -266,5 +275,12 @@ def _receive(tls: ssl.SSLSocket, pair: socket.socket) -> None:
             except OSError:  # pass on what came before
                 ended = True
         pair.sendall(memory[:have])  # raises when its stream is shut
-        if dry and any(fd == pair.fileno() for fd, _ in idle.poll()):
-            return
+        if dry and pair.fileno() in dict(idle.poll()):
+            answer = pair.recv(CHUNK)
+            if not answer:
+                return
+            while answer:
+                try:
+                    answer = answer[tls.send(answer) :]
+                except ssl.SSLWantWriteError:
+                    full.poll()

@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -319,6 +320,39 @@ def landed(span: Span) -> Iterator[tuple[Place, int]]:
         for end in piece.ends:
             if end.view is not None:
                 yield place_of(end.view), sum(tile.numel for tile, _, _ in end.steps) * end.view.dtype.itemsize
+
+
+def count_pieces(span: Span) -> int:
+    """How many pieces it carries: both ends of a stream have the same pieces, each in spans of its own."""
+    return len(span.cuts) or len(span.pieces) or 1
+
+
+def divide(span: Span, kept: Sequence[bool]) -> tuple[list[Span], list[Span]]:
+    """Spans of those pieces that are not ``kept``, and of those that are."""
+    if not any(kept):
+        return [span], []
+    if all(kept):
+        return [], [span]
+    found: tuple[list[Span], list[Span]] = [], []
+    if span.memory is None:
+        for which in (False, True):
+            places, at = [], 0
+            for (_, piece), had in zip(span.pieces, kept, strict=True):
+                if had is which:
+                    places.append((at, piece))
+                    at += piece.padded
+            nbytes = sum(piece.nbytes for _, piece in places)
+            found[which].append(replace(span, nbytes=nbytes, wire=at, pieces=tuple(places)))
+        return found
+    at = 0
+    for had, some in groupby(zip(span.cuts, kept, strict=True), key=lambda pair: pair[1]):
+        cuts = tuple(cut for cut, _ in some)
+        nbytes = sum(cut.nbytes for cut in cuts)
+        padding = span.wire - span.nbytes if at + nbytes == span.nbytes else 0
+        memory = span.memory[at : at + nbytes]
+        found[had].append(replace(span, nbytes=nbytes, wire=nbytes + padding, memory=memory, cuts=cuts))
+        at += nbytes
+    return found
 
 
 def join(run: list[FlowPiece]) -> Span:

@@ -18,8 +18,8 @@ from tests.flow.ways import Way
 SHAPES: Shapes = {"embed": (512, 512), "up": (256, 700), "bias": (1030,), "scale": ()}
 #: Bytes a second of the publisher: a version of SHAPES takes about a second and a half.
 SLOW = 1.2e6
-#: Each side has a host of its own.
-PLACES = {"trainer": "a", "first": "b", "second": "c", "third": "d"}
+#: Each side has a host of its own, but "near", which has that of the trainer and another agent.
+PLACES = {"trainer": "a", "near": "a2", "first": "b", "second": "c", "third": "d"}
 LAYOUTS = {
     "first": Cut(world=2, dims={"embed": 1, "up": 0, "bias": 0}),
     "second": Cut(dims={}, transposed=frozenset({"up"})),
@@ -221,3 +221,30 @@ async def test_a_lost_agent_is_said_with_what_a_subscriber_does_about_it(site: S
         with pytest.raises(etha.AgentLostError, match="call subscribe again") as caught:
             await one.tasks["second"]
         assert "init_pair" not in str(caught.value)
+
+
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_broken_hop_goes_on_from_another_holder(site: Site, pair: str, atomic: bool, encrypted: bool) -> None:
+    """What has come is not sent again, although the other one has another layout."""
+    at = site.at
+    site.at = lambda place: {**at(place), "ETHA_ENCRYPT": str(int(encrypted))}  # type: ignore[method-assign]
+    async with fleet_of(site, pair) as fleet:
+        trainer = await fleet.publish(Cut(world=2, dims={"embed": 0, "up": 0}), max_rate=SLOW / 4)
+        agent = (await trainer.clients[0].status())["agent"]["pid"]
+        near = await fleet.subscribe("near", LAYOUTS["first"], atomic=True)
+        second = await fleet.subscribe("second", LAYOUTS["second"], atomic=atomic, mapped=not atomic)
+        halfway = asyncio.Event()
+
+        def progress(done: int, total: int) -> None:
+            if 2 * done >= total:
+                halfway.set()
+
+        await trainer.put(1)
+        following = asyncio.ensure_future(second.next(progress=progress))
+        await halfway.wait()
+        assert (await near.next()).source == "trainer"
+        os.kill(agent, signal.SIGKILL)
+        update = await following
+        assert update.source == "near"
+        assert 0 < update.wire_bytes < 0.95 * update.bytes, (update.wire_bytes, update.bytes)

@@ -268,3 +268,39 @@ async def test_a_redis_that_is_stopped_is_an_outage(tmp_path_factory: pytest.Tem
                 server.signal(signal.SIGCONT)
             await trainer.put(2)
             assert (await replica.next()).version == 2
+
+
+@pytest.mark.parametrize("how", ["close", "its client ends"])
+async def test_a_rank_that_leaves_after_its_last_put_takes_nothing_from_the_others(
+    site: Site, pair: str, how: str
+) -> None:
+    """Without a barrier: the others may still be in that put."""
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut(world=3, dims={"w": 0}))
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        await trainer.put(1)
+        await trainer.put_rank(0, 2)
+        await (trainer.publications[0] if how == "close" else trainer.clients[0]).close()
+        await trainer.put_rank(2, 2)
+        await trainer.publications[2].close()
+        assert (await trainer.put_rank(1, 2)).seq == 2
+        await trainer.publications[1].close()
+        assert (await replica.next()).version == 2
+        again = await fleet.publish(Cut(world=3, dims={"w": 0}))
+        await again.put(3)
+        assert (await replica.next()).version == 3
+
+
+async def test_a_rank_that_leaves_after_its_last_put_does_not_wait_for_one_that_leaves_before(
+    site: Site, pair: str
+) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        replica = await fleet.subscribe("replica", COLUMNS, atomic=True)
+        await trainer.put(1)
+        await trainer.put_rank(0, 2)
+        await trainer.publications[0].close()
+        await trainer.publications[1].close()
+        again = await fleet.publish(ROWS, timeout=20)
+        assert (await again.put(3)).seq >= 2
+        assert (await replica.next()).version == 3

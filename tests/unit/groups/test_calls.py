@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _make_nccl_premul_sum
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from etha.errors import GroupError, GroupMismatchError
+from etha.groups import descriptor
 from etha.groups.calls import GroupCall, normalize
 from etha.groups.schedule import Kind
 
@@ -214,6 +219,62 @@ def test_defaults_of_reductions_are_their_input() -> None:
     output = torch.full((1,), 9.0)
     built("scatter", [output], [], rooted(dist.ScatterOptions(), 0)).fill_defaults(1)
     assert output.tolist() == [0]
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # they are a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (freed, "has been freed"),
+        (fake, "a FakeTensor has no memory of its own"),
+        (lambda: TwoTensor(torch.ones(4), torch.ones(4)), "a TwoTensor has no memory of its own"),
+        (nested, "nested|wrong arguments"),
+    ],
+)
+@pytest.mark.parametrize("method", ["allreduce", "broadcast"])
+def test_tensors_without_memory_are_refused(make: Any, text: str, method: str) -> None:
+    with pytest.raises(GroupError, match=text):
+        normalize(method, ([make()],), rank=0, size=2)
+    normalize(method, ([torch.nn.Parameter(torch.ones(4)[1:])],), rank=0, size=2)
+
+
+@pytest.mark.parametrize("root", ["a", 0.5])
+def test_a_root_that_is_no_number_is_refused(root: Any) -> None:
+    options = dist.BroadcastOptions()
+    for given in (root, SimpleNamespace(rootRank=root)):
+        with pytest.raises(GroupError, match="is no rank"):
+            normalize("broadcast", ([torch.ones(4)], given), rank=0, size=2)
+    assert normalize("broadcast", ([torch.ones(4)], options), rank=0, size=2).root == 0
+
+
+def test_splits_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(GroupError, match="wrong arguments for alltoall_base"):
+        normalize("alltoall_base", (torch.ones(4), torch.ones(4), ["x", 2], [2, 2]), rank=0, size=2)
+
+
+def test_a_reduction_of_complex_numbers_is_not_one_of_real_numbers() -> None:
+    pairs = normalize("allreduce", ([torch.ones(4, dtype=torch.complex64)],), rank=0, size=2)
+    real = normalize("allreduce", ([torch.ones(8)],), rank=0, size=2)
+    assert (pairs.tag, real.tag) == (descriptor.PAIRS, 0)
+    common = descriptor.encode(pairs.kind, "float32", "SUM", counts=(8,), extra=pairs.tag)
+    assert descriptor.decode(common) == "allreduce SUM of 4 complex64"
+    moved = normalize("broadcast", ([torch.ones(4, dtype=torch.complex64)],), rank=0, size=2)
+    assert moved.tag == 0
 
 
 def test_an_expanded_output_is_refused() -> None:

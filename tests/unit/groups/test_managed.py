@@ -29,6 +29,7 @@ class Parent:
 
     def __init__(self, timeout: float) -> None:
         self.given: list[torch.Tensor] = []
+        self.adds: Any = 110
 
     def configure(self, *_: Any) -> None: ...
     def set_timeout(self, _: timedelta) -> None: ...
@@ -40,7 +41,7 @@ class Parent:
         self.given += [tensor.clone() for tensor in tensors]
         for tensor in tensors:
             if opts.reduceOp == dist.ReduceOp.SUM:
-                tensor += 110
+                tensor += self.adds
         return DummyWork(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> DummyWork:
@@ -98,7 +99,8 @@ def test_an_average_is_one_of_those_that_count() -> None:
         (dist.ReduceOp.MIN, torch.float32, float("inf")),
         (dist.ReduceOp.MAX, torch.bfloat16, float("-inf")),
         (dist.ReduceOp.MIN, torch.float8_e4m3fn, 448.0),
-        (dist.ReduceOp.MAX, torch.float8_e5m2, -57344.0),
+        (dist.ReduceOp.MAX, torch.float8_e5m2, float("-inf")),
+        (dist.ReduceOp.MIN, torch.float8_e5m2, float("inf")),
         (dist.ReduceOp.MAX, torch.int8, -128),
         (dist.ReduceOp.PRODUCT, torch.int64, 1),
         (dist.ReduceOp.BAND, torch.uint8, 255),
@@ -114,6 +116,34 @@ def test_what_a_member_behind_contributes_changes_nothing(op: Any, dtype: torch.
     options.reduceOp = op
     group.allreduce([torch.ones(2).to(dtype)], options).wait()
     assert group.parent.given[0].tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2])
+def test_a_sum_of_negative_zeros_stays_one_while_a_member_is_behind(dtype: torch.dtype) -> None:
+    group = managed(rank=2, count=2)
+    group.allreduce([torch.ones(2).to(dtype)]).wait()
+    assert torch.signbit(group.parent.given[0]).all()
+
+
+@pytest.mark.parametrize(("dtype", "values"), [(torch.int8, [100, -100]), (torch.uint8, [200, 255])])
+def test_an_average_does_not_wrap_while_a_member_is_behind(dtype: torch.dtype, values: list[int]) -> None:
+    group = managed(rank=0, count=2)
+    group.parent.adds = torch.tensor(values)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    tensor = torch.tensor(values, dtype=dtype)
+    group.allreduce([tensor], options).wait()
+    assert tensor.tolist() == values
+
+
+def test_a_work_is_completed_without_a_wait_while_a_member_is_behind() -> None:
+    group = managed(rank=0, count=2)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    tensor, output = torch.ones(2), torch.zeros(2)
+    work = group.allreduce([tensor], options)
+    assert work.is_completed() and tensor.tolist() == [55.5, 55.5]
+    assert group.reduce_scatter_single(output, torch.ones(4)).is_completed() and output[0] == 111
 
 
 def test_a_member_behind_sends_nothing_and_receives_no_message() -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -27,6 +28,7 @@ from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.program import Member, Program
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
+from etha.transport.tcp.tls import Identity
 from etha.transport.tcp.transport import TcpTransport
 from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.flows import BUCKET, STREAMS, WireProgram
@@ -48,8 +50,16 @@ def listening() -> socket.socket:
 class Agent:
     """A data plane with a port, and a book of the tokens that it has given out."""
 
-    def __init__(self, name: str, *, staging: int = STAGING, streams: int = STREAMS, differences: str = "auto") -> None:
-        self.name = name
+    def __init__(
+        self,
+        name: str,
+        *,
+        staging: int = STAGING,
+        streams: int = STREAMS,
+        differences: str = "auto",
+        identity: Identity | None = None,
+    ) -> None:
+        self.name, self._identity = name, identity
         self._given: dict[bytes, str] = {}
         listener = listening()
         self.port = listener.getsockname()[1]
@@ -60,6 +70,7 @@ class Agent:
             staging=staging,
             streams=streams,
             differences=differences,
+            identity=identity,
         )
         self.transport = TcpTransport(self.plane)
 
@@ -73,14 +84,29 @@ class Agent:
             self._given.update(dict.fromkeys(fresh, peer))
             return fresh
 
-        return DataAddress(host="127.0.0.1", port=self.port, tokens=tokens)
+        fingerprint = None if self._identity is None else self._identity.fingerprint
+        return DataAddress(host="127.0.0.1", port=self.port, tokens=tokens, fingerprint=fingerprint)
 
 
 @asynccontextmanager
 async def agents(
-    names: Sequence[str], *, staging: int = STAGING, streams: int = STREAMS, differences: str = "auto"
+    names: Sequence[str],
+    *,
+    staging: int = STAGING,
+    streams: int = STREAMS,
+    differences: str = "auto",
+    encrypted: bool = False,
 ) -> AsyncIterator[dict[str, Agent]]:
-    found = {name: Agent(name, staging=staging, streams=streams, differences=differences) for name in names}
+    found = {
+        name: Agent(
+            name,
+            staging=staging,
+            streams=streams,
+            differences=differences,
+            identity=Identity.fresh() if encrypted else None,
+        )
+        for name in names
+    }
     async with asyncio.TaskGroup() as group:
         doors = [group.create_task(agent.plane.run()) for agent in found.values()]
         try:
@@ -133,6 +159,12 @@ def views(local: Local, names: Sequence[str], me: WorkerMemory | None) -> dict[i
     }
 
 
+@lru_cache
+def memory_of(pid: int) -> WorkerMemory:
+    """One for all jobs, because each holds a descriptor."""
+    return WorkerMemory(pid, start_time(pid))
+
+
 @dataclass
 class Job:
     """A plan over named agents, tensors for all ranks, and which memory is private."""
@@ -147,7 +179,7 @@ class Job:
     staging: int = STAGING
     bucket_size: int = BUCKET
     streams: int = STREAMS
-    memory: WorkerMemory = field(default_factory=lambda: WorkerMemory(os.getpid(), start_time(os.getpid())))
+    memory: WorkerMemory = field(default_factory=lambda: memory_of(os.getpid()))
 
     @property
     def agents(self) -> list[str]:

@@ -135,3 +135,68 @@ def test_nothing_is_sent_on_of_what_is_reduced_or_comes_from_nowhere() -> None:
     assert may_arrive(plain)
     assert not may_arrive(replace(plain, aliased=True))
     assert not may_arrive(replace(plain, receives={}))
+
+
+def unpacked(view: View, offset: int, count: int, length: int, stride: int) -> Span:
+    """A packed span that is written as ``rows`` and comes without gaps."""
+    tile = rows(view, 0, count, length, stride).steps[0][0]
+    axes = (BoxAxis(count, length, stride), BoxAxis(length, 1, 1))
+    return packed(End(view, ((replace(tile, axes=axes), offset, 0),)))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_span_is_kept_if_and_only_if_all_of_it_has_come_before(seed: int) -> None:
+    chance = random.Random(seed)
+    there, strange = tensor(place=SIZE), tensor(place=3 * SIZE)
+    whole = tensor(place=5 * SIZE)
+    version, come = ArrivingVersion(1, 5), [False] * SIZE
+    for claim in range(2, 5):
+        version.begin(program(straight(there, 0, SIZE), straight(whole, 0, SIZE), straight(strange, 0, SIZE)))
+        for _ in range(chance.randint(0, 4)):
+            start = chance.randrange(SIZE)
+            nbytes = chance.randint(1, SIZE - start)
+            version.come(there, start, nbytes)
+            come[start : start + nbytes] = [True] * nbytes
+        if claim == 2:
+            version.finish(packed(rows(whole, 0, 64, 64, 64)))
+        version.settle(whole=False)
+        version = ArrivingVersion(claim, 5, earlier=version)
+    assert version.resumed
+    for _ in range(300):
+        count, length = chance.randint(1, 5), chance.randint(1, 100)
+        stride = length + chance.choice([0, 1, 100, 500])
+        offset = chance.randrange(SIZE - (count - 1) * stride - length)
+        last = offset + (count - 1) * stride + length
+        assert version.kept(unpacked(there, offset, count, length, stride)) == [all(come[offset:last])]
+        span = straight(there, offset, length)
+        assert version.kept(span) == [all(come[offset : offset + length])]
+        for other in (replace(span, arrivals=(1,)), replace(span, index=0), straight(strange, offset, length)):
+            assert version.kept(other) == [False]
+        for one in (unpacked(whole, offset, count, length, stride), straight(whole, 3, 9)):
+            assert version.kept(one) == [True]
+
+
+def test_nothing_is_kept_of_a_hop_that_brought_nothing() -> None:
+    first = ArrivingVersion(1, 5)
+    first.begin(program(straight(tensor(), 0, SIZE)))
+    first.settle(whole=False)
+    second = ArrivingVersion(2, 5, earlier=first)
+    assert not second.resumed
+    assert second.kept(straight(tensor(), 0, 1)) == ArrivingVersion(2, 5).kept(straight(tensor(), 0, 1)) == [False]
+
+
+def test_when_a_hop_may_go_on_where_another_has_ended() -> None:
+    version = ArrivingVersion(1, 5, label="five")
+    assert not version.goes_on(5, "five"), "it has not ended"
+    version.begin(program(straight(tensor(), 0, SIZE)))
+    version.end(whole=False)
+    assert not version.goes_on(5, "five"), "its run may still write"
+    version.settle(whole=False)
+    assert version.goes_on(5, "five")
+    assert not version.goes_on(6, "five") and not version.goes_on(5, "other")
+    unbegun = ArrivingVersion(1, 5)
+    unbegun.end(whole=False)
+    assert unbegun.goes_on(5, None), "nothing has written"
+    whole = ArrivingVersion(1, 5)
+    whole.settle(whole=True)
+    assert not whole.goes_on(5, None)

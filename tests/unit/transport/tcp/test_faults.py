@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from etha.errors import PeerLostError, ProtocolError
+from etha.memory.mapping import WorkerMemory
+from etha.memory.process import start_time
 from etha.memory.reach import RevokedError, WorkerGoneError
 from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.base import Transport, TransportPeer, WireRun
@@ -372,10 +374,11 @@ async def test_a_call_that_has_returned_is_not_touched(member: tuple[str, int], 
 
 
 async def test_a_worker_that_died_is_named() -> None:
-    job = big(private=(True, False))
+    worker = WorkerMemory(os.getpid(), start_time(os.getpid()))
+    job = big(private=(True, False), memory=worker)
     async with agents("ab") as at:
         runs = await opened(at, job)
-        job.memory.close()  # as if its process had gone
+        worker.close()  # as if its process had gone
         errors = await asyncio.gather(*(fails(at[n].transport.run(runs[n])) for n in "ab"))
     assert isinstance(errors[0], WorkerGoneError) and errors[0].owner == ("source", 0)
     assert isinstance(errors[1], PeerLostError)
