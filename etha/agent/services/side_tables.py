@@ -110,6 +110,8 @@ def misfits(table: TensorTable, description: TensorTable, subscriber: str, publi
         elif theirs.shape != mine.shape:
             text = f"shape {mine.shape} on {subscriber} and {theirs.shape} on {publisher}"
             found.append(Violation(code="shape_mismatch", name=name, side=subscriber, rank=None, text=text))
+        elif (reason := _uncastable(theirs, mine, name, publisher)) is not None:
+            found.append(Violation(code="dtype", name=name, side=subscriber, rank=None, text=reason))
         elif mine.covers != theirs.covers:
             wanted, there = table.elements(name), description.elements(name)
             try:
@@ -120,6 +122,13 @@ def misfits(table: TensorTable, description: TensorTable, subscriber: str, publi
                 text = f"{subscriber} wants elements of it that no rank of {publisher} holds"
                 found.append(Violation(code="uncovered", name=name, side=subscriber, rank=None, text=text))
     return found
+
+
+def _uncastable(theirs: PublishedTensor, mine: PublishedTensor, name: str, publisher: str) -> str | None:
+    try:
+        return dtypes.castable(dtypes.from_name(theirs.dtype), dtypes.from_name(mine.dtype))
+    except LayoutError as error:
+        raise ProtocolError(f"Redis: tensor {name!r} of {publisher}: {error.message}") from None
 
 
 def _as_register(message: Publish | Subscribe) -> Register:

@@ -61,7 +61,9 @@ def castable(source: torch.dtype, target: torch.dtype) -> str | None:
             return f"{a} does not widen to {b}: integers may only get wider"
     if (a in _SIGNED and b in _UNSIGNED) or (a in _UNSIGNED and b in _SIGNED):
         return f"{a} and {b} differ in signedness"
-    return f"{a} cannot be received as {b}: only floats among each other and integers of one signedness are cast"
+    return (
+        f"{a} cannot be received as {b}: floats are cast into floats, integers into wider ones of the same signedness"
+    )
 
 
 def wire_dtype(source: torch.dtype, target: torch.dtype) -> torch.dtype:

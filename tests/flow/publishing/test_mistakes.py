@@ -30,6 +30,14 @@ async def test_a_subscriber_that_cannot_serve(site: Site, pair: str) -> None:
                 await client.subscribe(pair, {"w": torch.zeros(2, 4)}, subscriber="r", regions=regions, shapes=SHAPES)
 
 
+async def test_a_dtype_that_cannot_be_cast(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        await fleet.publish(Cut())
+        with pytest.raises(etha.RegistrationError, match="floats are cast into floats") as raised:
+            await fleet.subscribe("replica", Cut(dtypes={"w": torch.int32}), serve=False)
+        assert [(v.code, v.name) for v in raised.value.violations] == [("dtype", "w")]
+
+
 async def test_tensors_that_do_not_fit(site: Site, pair: str) -> None:
     async with Fleet(site, pair, SHAPES) as fleet:
         await fleet.publish(Cut())
