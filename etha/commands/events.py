@@ -24,7 +24,10 @@ SECONDS = 5.0
 
 def events(
     only: Annotated[
-        str, typer.Argument(help="only what is about this PAIR, BATCH, PAIR/BATCH, GROUP or GROUP/REPLICA")
+        str,
+        typer.Argument(
+            help="only what is about this PAIR, GROUP or PUBLICATION, or a part of it: PAIR/BATCH, GROUP/REPLICA"
+        ),
     ] = "",
     since: Annotated[str, typer.Option(help="30s, 10m, 2h, 1d ago, or a time like 14:00 or 2026-01-31T14:00")] = "1d",
     failed: Annotated[bool, typer.Option("--failed", help="only what went wrong")] = False,

@@ -104,8 +104,7 @@ def of_event(event: Mapping[str, Any]) -> Happening:
     """An entry of the stream of Redis, with its ``id``."""
     milliseconds = str(event.get("id", "")).partition("-")[0]
     at = float(milliseconds) / 1000 if milliseconds.isdecimal() else 0.0
-    whole, part = ("group", "replica") if "group" in event else ("pair", "batch")
-    about = [str(event.get(name, "")) for name in (whole, part)]
+    about = _about(event)
     stamp = event.get("at")
     return Happening(
         at=float(stamp) if stamp is not None and _is_time(stamp) else at,
@@ -115,9 +114,23 @@ def of_event(event: Mapping[str, Any]) -> Happening:
         text=event_sentence(event),
         failed="failed" in event
         or (event.get("kind") == "lost" and event.get("reason") != "closed")
-        or ("group" in event and event.get("reason") in ("died", "torn")),
+        or ("group" in event and event.get("reason") in ("died", "torn"))
+        or ("publication" in event and (event.get("reason") == "died" or event.get("kind") in _PUBLICATION_FAILURES)),
         details=dict(event),
     )
+
+
+#: Events of a publication that somebody should look at.
+_PUBLICATION_FAILURES = ("holder_lost", "claim_lapsed")
+
+
+def _about(event: Mapping[str, Any]) -> list[str]:
+    """Pair and batch, group and replica, or publication and side."""
+    if "publication" in event:
+        side = next((str(event[name]) for name in ("side", "subscriber", "holder") if name in event), "")
+        return [str(event["publication"]), side.partition("/")[0]]
+    names = ("group", "replica") if "group" in event else ("pair", "batch")
+    return [str(event.get(name, "")) for name in names]
 
 
 def _is_time(value: Any) -> bool:

@@ -176,17 +176,18 @@ _EVENTS = {
     "closed": "no rank holds the batch any more",
     "restored": "Redis had lost the pair, and agents wrote it again",
 }
-#: Those of elastic groups.
-_GROUP_EVENTS = {
-    "formed": "epoch {epoch} is formed, with {text}",
-    "left": "replica {replica} left: {text}",
-}
-
-
 #: Those of them that are about an elastic group.
 _GROUP_EVENTS = {
     "left": "the replica is over: {text}",
     "formed": "epoch {epoch} is formed: {text}",
+}
+#: Those that are about a publication.
+_PUBLICATION_EVENTS = {
+    "left": "this launch of {side} is over: {text}",
+    "published": "version {version} is announced (seq {seq})",
+    "hop_failed": "{subscriber} did not get seq {seq} from {source}: {text}",
+    "claim_lapsed": "{subscriber} has not renewed its claim of {source}, which has lapsed (seq {seq})",
+    "holder_lost": "{holder} serves nobody any more: {text}",
 }
 
 
@@ -203,11 +204,13 @@ def event_sentence(event: Mapping[str, Any]) -> str:
         return _GROUP_EVENTS[kind].format_map(
             _Fields({**{str(n): str(v) for n, v in event.items()}, "text": str(text)})
         )
+    fields = {str(name): str(value) for name, value in event.items()}
+    if "publication" in event and kind in _PUBLICATION_EVENTS:
+        return _PUBLICATION_EVENTS[kind].format_map(
+            _Fields({**fields, "text": fields.get("text") or fields.get("reason", "")})
+        )
     if (text := event.get("text")) and kind not in _EVENTS:
         return str(text)
-    fields = {str(name): str(value) for name, value in event.items()}
-    if "group" in fields and kind in _GROUP_EVENTS:
-        return _GROUP_EVENTS[kind].format_map(_Fields(fields))
     if kind in _EVENTS:
         return _EVENTS[kind].format_map(_Fields(fields))
     rest = ", ".join(f"{name} {value}" for name, value in fields.items() if name not in ("id", "kind", "pair", "batch"))

@@ -160,6 +160,31 @@ def test_an_entry_of_redis_with_a_time_that_is_none_has_that_of_its_id(at: str) 
     assert of_event({"id": "1700000000000-0", "kind": "worker_died", "at": at, "text": "x"}).at == 1.7e9
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "where", "text", "failed"),
+    [
+        ("left", {"side": "trainer", "reason": "died", "text": "rank 0 of trainer (pid 7 on host h) died"},
+         "policy/trainer", "this launch of trainer is over: rank 0 of trainer (pid 7 on host h) died", True),
+        ("left", {"side": "one", "reason": "closed"}, "policy/one", "this launch of one is over: closed", False),
+        ("published", {"seq": "3", "version": "step-7"}, "policy", "version step-7 is announced (seq 3)", False),
+        ("claim_lapsed", {"subscriber": "one", "source": "trainer", "seq": "3"}, "policy/one",
+         "one has not renewed its claim of trainer, which has lapsed (seq 3)", True),
+        ("hop_failed", {"subscriber": "one", "source": "trainer", "seq": "3", "text": "the call was cancelled"},
+         "policy/one", "one did not get seq 3 from trainer: the call was cancelled", False),
+        ("holder_lost", {"holder": "one/4", "text": "the agent of one/4 does not answer"}, "policy/one",
+         "one/4 serves nobody any more: the agent of one/4 does not answer", True),
+        ("joined", {"side": "one", "rank": "0", "pid": "7", "host": "h"}, "policy/one",
+         "one rank 0 joined (process 7 on host h)", False),
+    ],
+)  # fmt: skip
+def test_events_of_publications_name_publication_and_side(
+    kind: str, more: dict[str, str], where: str, text: str, failed: bool
+) -> None:
+    found = of_event({"id": "2000-0", "kind": kind, "publication": "policy", **more})
+    assert (found.where, found.text, found.failed) == (where, text, failed)
+    assert found.fits("policy")
+
+
 def test_events_of_elastic_groups_name_group_and_replica() -> None:
     over = "rank 0 of replica b (pid 7 on host h) died"
     left = of_event({"id": "2000-0", "kind": "left", "group": "dp", "replica": "b", "reason": "died", "text": over})
