@@ -152,7 +152,14 @@ class MemberState:
 
     def _of_model(self) -> dict[str, Any] | None:
         # The parameters themselves, so that those that are tied are seen to be.
-        return None if self._model is None else self._model.state_dict(keep_vars=True)
+        found = None if self._model is None else self._model.state_dict(keep_vars=True)
+        for name, value in (found or {}).items():
+            if isinstance(value, Tensor) and _is_expanded(_local(value)):
+                raise ConfigError(
+                    f"members.state cannot hand over model/{name}: it was expanded, so its elements share memory, and "
+                    f"a newcomer could not write them: register a clone() of it"
+                )
+        return found
 
     def _places(self, frame: StateFrame) -> dict[str, Tensor]:
         """The tensors here that are laid out like those of the state, as far as there are any, by name."""
@@ -268,6 +275,10 @@ def _into(model: torch.nn.Module, mine: dict[str, Any], theirs: dict[str, Any]) 
             _local(value).copy_(_local(theirs[name]))
         elif name.rpartition(".")[2] == "_extra_state":
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(theirs[name])
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -79,10 +79,6 @@ class TensorCollector:
 def _check_tensor(tensor: Tensor, path: str) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized:
         raise ConfigError(f"members.state cannot hand over {path}: a tensor must be dense, it is {tensor.layout}")
-    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ConfigError(
-            f"members.state cannot hand over {path}: it was expanded, so its elements share memory: give tensor.clone()"
-        )
     if tensor.is_conj() or tensor.is_neg():
         raise ConfigError(
             f"members.state cannot hand over {path}: it is a conjugated or negated view: give "

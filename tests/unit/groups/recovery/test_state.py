@@ -127,6 +127,11 @@ def test_models_that_differ_are_named() -> None:
 def test_what_cannot_be_handed_over_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot hand over extra/mine/0, a lock"):
         MemberState(None, None, (lambda: {"mine": [threading.Lock()]}, print)).take(0, 0)
+    model = torch.nn.Linear(3, 4)
+    model.register_buffer("scale", torch.ones(1, 3).expand(4, 3))
+    with pytest.raises(ConfigError, match=r"cannot hand over model/scale: it was expanded"):
+        MemberState(model, None, None).check()
+    MemberState(None, None, (lambda: torch.ones(1).expand(4), print)).check()
     with pytest.raises(ConfigError, match=r"a torch.nn.Module is needed, not int"):
         MemberState(5, None, None)
     with pytest.raises(ConfigError, match="no load_state_dict"):
