@@ -12,12 +12,12 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from etha.errors import TransferError
-from etha.memory.views import CARRIERS
+from etha.memory.views import CARRIERS, view_of
 from etha.plan import Layout, TensorSpec
 from etha.transport.arrival import ArrivingVersion, may_arrive
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.wire import compiler, flows
-from etha.transport.wire.flows import WireProgram, count_pieces, divide
+from etha.transport.wire.flows import PAD, End, FlowPiece, WireProgram, count_pieces, divide, span_memory
 from tests.examples import examples
 from tests.flow.truth import cut
 from tests.unit.transport.agents import Agent, Job, Local, agents, make_plan, same
@@ -220,3 +220,35 @@ def test_the_ends_of_these_streams_join_pieces_in_their_own_ways() -> None:
             for sends, receives in zip(flow.lanes, received.lanes, strict=True):
                 assert sum(map(count_pieces, sends)) == sum(map(count_pieces, receives))
     assert differ >= 3
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_divided_span_has_each_piece_with_its_padding(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [PAD * rng.randint(1, 9) for _ in range(rng.randint(1, 7))]
+    sizes[-1] -= rng.randint(0, PAD - 1)
+    view = view_of(torch.arange(sum(sizes)).to(torch.uint8))
+    pieces, at = [], 0
+    for nbytes in sizes:
+        address = view.address + at
+        memory = span_memory(view, address, nbytes)
+        pieces.append(
+            FlowPiece(
+                stage=0, tensor=0, nbytes=nbytes, dtype=torch.uint8, owners=(), ends=(End(view, ()),),
+                straight=memory if seed % 2 else None, address=address,
+            )
+        )  # fmt: skip
+        at += nbytes
+    [span] = flows.spans(pieces)
+    kept = [rng.random() < 0.5 for _ in pieces]
+    for which, spans in zip((False, True), divide(span, kept), strict=True):
+        some = [piece for piece, had in zip(pieces, kept, strict=True) if had is which]
+        assert sum(map(count_pieces, spans)) == len(some)
+        assert sum(one.nbytes for one in spans) == sum(piece.nbytes for piece in some)
+        assert sum(one.wire for one in spans) == sum(piece.padded for piece in some)
+        if seed % 2:
+            expected = b"".join(bytes(piece.straight or b"") for piece in some)
+            assert b"".join(bytes(one.memory or b"") for one in spans) == expected
+        else:
+            assert [piece for one in spans for _, piece in one.pieces] == some
+            assert all(place % PAD == 0 for one in spans for place, _ in one.pieces)
