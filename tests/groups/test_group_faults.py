@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,33 @@ def calls_back(member: Member, what: str, numel: int) -> str:
 @pytest.mark.parametrize("what", ["wait", "abort", "shutdown", "collect"])
 def test_a_callback_may_wait_for_a_call_or_end_the_group(what: str, numel: int) -> None:
     assert together(2, calls_back, what, numel) == {0: "2", 1: "2"}
+
+
+def lets_go(member: Member, swallows: bool) -> bool:
+    """Whether a failed call's tensor is freed without the collector, once the group has been configured again."""
+    from etha.groups import ErrorSwallowingProcessGroupWrapper
+
+    gc.disable()
+    inner = ready(member)
+    group = ErrorSwallowingProcessGroupWrapper(inner) if swallows else inner
+    mine = torch.ones(1000 + member.rank)
+    freed = weakref.ref(mine)
+    work = group.allreduce([mine])
+    with contextlib.suppress(GroupError):
+        work.wait()
+    with contextlib.suppress(GroupError):
+        group.allreduce([torch.ones(3)]).wait()
+    assert group.error() is not None if swallows else group.errored() is not None
+    del work, mine
+    group.configure(f"{member.address}/again", "r", member.rank, member.size)
+    group.allreduce([torch.ones(3)]).wait()
+    group.shutdown()
+    return freed() is None
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_the_tensor_of_a_failed_call_is_not_kept(swallows: bool) -> None:
+    assert together(2, lets_go, swallows) == {0: True, 1: True}
 
 
 def aborts(member: Member, from_thread: bool) -> str:

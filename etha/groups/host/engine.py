@@ -315,6 +315,9 @@ class Engine:
             return
         self.leave()
         self._closing = True
+        if self.error is not None:
+            # Its frames are those of whoever has waited: with this engine they would form a cycle, and keep tensors.
+            self.error.__traceback__ = None
         if self._thread is not None:
             self._wake.release()
             if self._thread is not threading.current_thread():
@@ -383,7 +386,8 @@ class Engine:
             self._waits = until is not None and until < end
             self._perform(item, int((end if until is None else min(end, until)) * 1e9))
         except GroupError as failed:
-            error = failed
+            # Who waits raises it again. The frames up to here would keep the call's tensors for as long as the error.
+            error = failed.with_traceback(None)
             self._withdraw()
         except BaseException as failed:
             self._withdraw()
