@@ -52,10 +52,11 @@ class ElasticJob:
         ]
         return self.ranks[name]
 
-    def lose(self, name: str, ranks: list[int]) -> None:
-        """SIGKILL ranks of a replica; the others of it end by themselves."""
+    def lose(self, name: str, ranks: list[int], then: Callable[[], None] = lambda: None) -> None:
+        """SIGKILL ranks of a replica, and do ``then``; the others of it end by themselves."""
         for number in ranks:
             os.kill(self.ranks[name][number].pid, signal.SIGKILL)
+        then()
         for number, rank in enumerate(self.ranks.pop(name)):
             how = rank.ends()
             assert how[0] == "killed" if number in ranks else how[0] == "GroupLostError", how[1]

@@ -48,13 +48,13 @@ def lose_and_regain(job: ElasticJob, losses: int, chance: random.Random) -> None
         time.sleep(chance.random() / 50)  # anywhere in a step
         if also == "agents":
             job.kill_agents()
+        lost = chance.choice([[0], [1], [0, 1]])
         if also == "Redis":
             job.server.stop()
-        try:
-            job.lose(name, chance.choice([[0], [1], [0, 1]]))
-        finally:
-            if also == "Redis":
-                job.server.start()
+            # A rank that hears of the death in begin() asks Redis what has become of its replica, and waits for it.
+            job.lose(name, lost, then=job.server.start)
+        else:
+            job.lose(name, lost)
         if chance.random() < 0.5:
             job.until(len(NAMES) - 1)
         job.start(name)
