@@ -21,6 +21,7 @@ from torch.distributed import ReduceOp
 from etha.errors import GroupError, GroupMismatchError
 from etha.groups import descriptor
 from etha.groups.schedule import Kind
+from etha.memory.handles import is_expanded, span_nbytes
 
 _OP: Any = ReduceOp.RedOpType
 _BITWISE = (_OP.BAND, _OP.BOR, _OP.BXOR)
@@ -502,7 +503,7 @@ def _check_tensors(call: GroupCall, devices: Sequence[str]) -> None:
             raise GroupError(f"{call.method}: tensors must be dense, one {what}")
         _check_memory(call.method, tensor)
     for tensor in call.outputs:
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if is_expanded(tensor.shape, tensor.stride()):
             raise GroupError(f"{call.method}: an output was expanded, so its elements share memory: give a copy of it")
     if devices and first.device.type not in devices:
         served = " and ".join(devices)
@@ -517,13 +518,10 @@ def _check_memory(method: str, tensor: Tensor) -> None:
             f"{method}: a {type(tensor).__name__} has no memory of its own: give the tensor that it stands for "
             f"(of a DTensor: to_local())"
         )
-    if tensor.numel():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-        if tensor.device.type != "meta" and tensor.untyped_storage().nbytes() < needed:
-            raise GroupError(
-                f"{method}: the memory of a tensor of {tuple(tensor.shape)} has been freed or is too short"
-            )
+    itemsize = tensor.element_size()
+    spanned = span_nbytes(tensor.shape, tensor.stride(), itemsize)
+    if spanned and tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + spanned:
+        raise GroupError(f"{method}: the memory of a tensor of {tuple(tensor.shape)} has been freed or is too short")
 
 
 def _check_operation(call: GroupCall, dtype: torch.dtype) -> None:

@@ -37,6 +37,11 @@ class TensorHandle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
+def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements of a strided tensor share memory because it was expanded."""
+    return any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
+
+
 def span_nbytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Bytes from the first to one past the last element of a strided tensor; 0 if it is empty."""
     if 0 in shape:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from etha.errors import ConfigError, ProtocolError
 from etha.groups.recovery.values import TensorCollector, put_together
+from etha.memory.handles import is_expanded
 
 #: Most bytes of a frame.
 MOST_BYTES = 1 << 30
@@ -154,7 +155,8 @@ class MemberState:
         # The parameters themselves, so that those that are tied are seen to be.
         found = None if self._model is None else self._model.state_dict(keep_vars=True)
         for name, value in (found or {}).items():
-            if isinstance(value, Tensor) and _is_expanded(_local(value)):
+            local = _local(value) if isinstance(value, Tensor) else None
+            if local is not None and is_expanded(local.shape, local.stride()):
                 raise ConfigError(
                     f"members.state cannot hand over model/{name}: it was expanded, so its elements share memory, and "
                     f"a newcomer could not write them: register a clone() of it"
@@ -275,10 +277,6 @@ def _into(model: torch.nn.Module, mine: dict[str, Any], theirs: dict[str, Any]) 
             _local(value).copy_(_local(theirs[name]))
         elif name.rpartition(".")[2] == "_extra_state":
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(theirs[name])
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -198,6 +198,15 @@ class Stream(ABC):
         why = f": {error.strerror or error}" if error is not None else ""
         return StreamLost(f"the data stream with agent {self.peer} is closed{why}", reason="died")
 
+    def fill(self, memory: memoryview) -> None:
+        """Receive exactly ``memory``, which is this agent's own. PeerLostError at the end of the stream."""
+        at = 0
+        while at < len(memory):
+            n = self.sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
+            if n == 0:
+                raise self.lost()
+            at += n
+
     def wait(self, event: int) -> None:
         """Wait until the socket is ready for a poll event, or shut."""
         poll = select.poll()
@@ -285,7 +294,7 @@ class ReceiveStream(Stream):
         data = memoryview(bytearray(HEADER_BYTES))
         while True:
             try:
-                self._fill(data)
+                self.fill(data)
                 header = Header.unpack(bytes(data))
             except (OSError, TransferError, ProtocolError) as error:
                 if not self.closed:
@@ -370,7 +379,7 @@ class ReceiveStream(Stream):
         part = span.parts[0]
         run.admit(part)
         room = run.room(part, part.far.index(span.index), span.nbytes)
-        self._fill(memoryview(room.numpy()))  # type: ignore[arg-type, unused-ignore]
+        self.fill(memoryview(room.numpy()))  # type: ignore[arg-type, unused-ignore]
         self._skip(span)
         run.arrived(part)
 
@@ -400,7 +409,7 @@ class ReceiveStream(Stream):
 
     def _unpacked(self, run: TcpRun, span: Span) -> None:
         chunk = self.chunk(run)
-        self._fill(chunk.reserve(run.program.chunk)[: span.wire])
+        self.fill(chunk.reserve(run.program.chunk)[: span.wire])
         self._unpack(run, span, chunk)
 
     def _unpack(self, run: TcpRun, span: Span, chunk: StagingChunk) -> None:
@@ -459,11 +468,11 @@ class ReceiveStream(Stream):
     def _frame(self, nbytes: int, frames: memoryview) -> Bytes:
         """Receive the records of a piece. ProtocolError if there are more than there can be."""
         head = bytearray(FRAME.size)
-        self._fill(memoryview(head))
+        self.fill(memoryview(head))
         (length,) = FRAME.unpack(head)
         if length > most_bytes(nbytes):
             raise ProtocolError(f"agent {self.peer} sends a difference of {length} bytes for a piece of {nbytes}")
-        self._fill(frames[:length])
+        self.fill(frames[:length])
         return np.frombuffer(frames[:length], np.uint8)
 
     def _apply(self, memory: memoryview | None, nbytes: int, dtype: torch.dtype, records: Bytes) -> int:
@@ -476,18 +485,9 @@ class ReceiveStream(Stream):
     def on_end(self) -> None:
         self._registry.forget(self)
 
-    def _fill(self, memory: memoryview) -> None:
-        """Receive exactly ``memory``, which is this agent's own. PeerLostError at the end of the stream."""
-        at = 0
-        while at < len(memory):
-            n = self.sock.recv_into(memory[at:], 0, socket.MSG_WAITALL)
-            if n == 0:
-                raise self.lost()
-            at += n
-
     def _skip(self, span: Span) -> None:
         if span.wire > span.nbytes:
-            self._fill(memoryview(bytearray(span.wire - span.nbytes)))
+            self.fill(memoryview(bytearray(span.wire - span.nbytes)))
 
 
 #: A lane of at most this many bytes is sent at once by the calling thread: it fits one socket buffer, and no other
@@ -597,12 +597,7 @@ class SendStream(Stream):
         """For each piece of a lane, whether the receiver has it already."""
         counts = [count_pieces(span) for span in spans]
         said = bytearray(-(-sum(counts) // 8))
-        at = 0
-        while at < len(said):
-            n = self.sock.recv_into(memoryview(said)[at:], 0, socket.MSG_WAITALL)
-            if n == 0:
-                raise self.lost()
-            at += n
+        self.fill(memoryview(said))
         bits = iter(np.unpackbits(np.frombuffer(said, np.uint8), bitorder="little").astype(bool).tolist())
         return [list(itertools.islice(bits, count)) for count in counts]
 

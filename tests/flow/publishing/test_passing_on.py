@@ -176,15 +176,21 @@ async def test_agents_that_pass_on_nothing_serve_what_they_hold(whole_only: Site
         assert f"{order[1]} moves" not in one.log[: one.log.index(f"{order[0]} holds")]
 
 
+async def agent_killed_in_a_hop(fleet: Fleet, number: signal.Signals) -> Round:
+    """The trainer sends its first version to "second", whose agent gets this signal meanwhile."""
+    trainer = await slow_trainer(fleet)
+    [replica] = (await replicas_of(fleet, "second")).values()
+    agent = (await replica.clients[0].status())["agent"]["pid"]
+    one = Round(trainer, {"second": replica})
+    await trainer.put(1)
+    await one.until_moving(1)
+    os.kill(agent, number)
+    return one
+
+
 async def test_a_version_that_comes_while_its_agent_is_told_to_stop_is_returned(site: Site, pair: str) -> None:
     async with fleet_of(site, pair) as fleet:
-        trainer = await slow_trainer(fleet)
-        [replica] = (await replicas_of(fleet, "second")).values()
-        agent = (await replica.clients[0].status())["agent"]["pid"]
-        one = Round(trainer, {"second": replica})
-        await trainer.put(1)
-        await one.until_moving(1)
-        os.kill(agent, signal.SIGTERM)
+        one = await agent_killed_in_a_hop(fleet, signal.SIGTERM)
         assert await one.all(1) == {"second": "trainer"}
 
 
@@ -211,13 +217,7 @@ async def test_next_says_that_its_subscription_was_closed(site: Site, pair: str)
 
 async def test_a_lost_agent_is_said_with_what_a_subscriber_does_about_it(site: Site, pair: str) -> None:
     async with fleet_of(site, pair) as fleet:
-        trainer = await slow_trainer(fleet)
-        [replica] = (await replicas_of(fleet, "second")).values()
-        agent = (await replica.clients[0].status())["agent"]["pid"]
-        one = Round(trainer, {"second": replica})
-        await trainer.put(1)
-        await one.until_moving(1)
-        os.kill(agent, signal.SIGKILL)
+        one = await agent_killed_in_a_hop(fleet, signal.SIGKILL)
         with pytest.raises(etha.AgentLostError, match="call subscribe again") as caught:
             await one.tasks["second"]
         assert "init_pair" not in str(caught.value)

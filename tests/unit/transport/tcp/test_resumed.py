@@ -92,7 +92,7 @@ def wire_of(program: WireProgram, version: ArrivingVersion) -> tuple[int, int, i
     return sum(some.wire for some in rest), sum(some.nbytes for some in kept), len(spans)
 
 
-def layouts(rng: random.Random, world: int, ndim: int) -> int | None:
+def cut_dim(rng: random.Random, world: int, ndim: int) -> int | None:
     """The dim that is cut over ranks; None: each has all."""
     return rng.choice([None, *range(ndim)]) if world > 1 else None
 
@@ -125,7 +125,7 @@ def hops(seed: int) -> tuple[list[Job], Local]:
     }
     n = rng.choice([1, 2, 3])
     there = tuple(rng.choice("bc") for _ in range(n))
-    into = {name: layouts(rng, n, len(shape)) for name, shape in shapes.items()}
+    into = {name: cut_dim(rng, n, len(shape)) for name, shape in shapes.items()}
     targets = side(shapes, wanted, into, n)
     target: Local = {r: {} for r in range(n)}
     expected: Local = {r: {} for r in range(n)}
@@ -141,7 +141,7 @@ def hops(seed: int) -> tuple[list[Job], Local]:
     jobs = []
     for agent in "ade":
         m = rng.choice([1, 2])
-        dims = {name: layouts(rng, m, len(shape)) for name, shape in shapes.items()}
+        dims = {name: cut_dim(rng, m, len(shape)) for name, shape in shapes.items()}
         held: Local = {
             r: {
                 name: full.clone() if (dim := dims[name]) is None else cut(full, dim, m, r)
@@ -208,6 +208,16 @@ async def test_what_has_come_is_not_sent_again(encrypted: bool) -> None:
     count = examples(16)
     kept = [await resume(seed, encrypted=encrypted) for seed in range(count)]
     assert sum(one > 0 for one in kept) > count // 2
+
+
+async def test_a_receiver_that_keeps_nothing_is_sent_all_bytes() -> None:
+    """It was asked, because it had announced a part, and then its run could keep none."""
+    jobs, expected = hops(3)
+    poison(jobs[0].target)
+    async with agents("abcde") as at:
+        played = await play(jobs[0], at, 1, {}, resumed=True)
+    assert not played.errors
+    same(jobs[0].target, expected)
 
 
 def test_the_ends_of_these_streams_join_pieces_in_their_own_ways() -> None:
