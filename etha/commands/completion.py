@@ -1,4 +1,4 @@
-"""What the shell offers for names: the pairs, batches and devices that there are here.
+"""What the shell offers for names: the pairs, batches, publications and devices that there are here.
 
 Completion runs whenever somebody presses TAB. So it asks running agents only, starts none, gives up soon, and is silent
 whatever is wrong.
@@ -27,6 +27,11 @@ def batches(context: typer.Context, incomplete: str) -> list[str]:
     """Batches of the pair that the command names already."""
     pair = context.params.get("pair")
     return _beginning(incomplete, (line["batch"] for line in _lines("batches") if line["pair"] == pair))
+
+
+def publications(incomplete: str) -> list[str]:
+    """Publications of the namespace, as this host's agents know them."""
+    return _beginning(incomplete, (line["publication"] for line in _lines("publications")))
 
 
 def devices(incomplete: str) -> list[str]:

@@ -10,15 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from etha.commands import completion
 from etha.commands.terminal import closed_pipe_ends, err, out, print_json, stopped_by_ctrl_c
 from etha.config import Settings
-from etha.errors import AgentUnavailableError
+from etha.errors import AgentUnavailableError, ConfigError
 
 #: Seconds for an agent to answer. One that takes longer is frozen.
 SECONDS = 5.0
 
 
 def publications(
+    name: Annotated[
+        str | None, typer.Argument(help="only this publication; default: all", autocompletion=completion.publications)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="again every second, until Ctrl-C")] = False,
 ) -> None:
@@ -27,18 +31,19 @@ def publications(
     A subscriber is current, receiving, waiting for a place at a holder, behind (it has not asked for the newest
     version), forming (some of its ranks have not come), or lost (its agent does not answer).
 
-    An agent of this host reads it from Redis. With --watch the command waits for one; without, none is the error
-    agent_unavailable.
+    An agent of this host reads it from Redis. With --watch the command waits for one, and for the publication; without,
+    that there is none is the error agent_unavailable, or config for the publication.
     """
     import asyncio
 
     settings = Settings.from_env()
     with stopped_by_ctrl_c(), closed_pipe_ends():
-        asyncio.run(show(settings, as_json=as_json, watch=watch))
+        asyncio.run(show(settings, name, as_json=as_json, watch=watch))
 
 
-async def show(settings: Settings, *, as_json: bool, watch: bool) -> None:
-    """Print the publications, and with ``watch`` again every second until cancelled, as JSON a line each time."""
+async def show(settings: Settings, name: str | None, *, as_json: bool, watch: bool) -> None:
+    """Print the publications, or the one of that name; with ``watch`` again every second until cancelled, as JSON one
+    line each time."""
     import asyncio
 
     from rich.live import Live
@@ -52,7 +57,11 @@ async def show(settings: Settings, *, as_json: bool, watch: bool) -> None:
             reports = await look(settings, timeout=SECONDS, silent=silent)
             if not reports and not watch:
                 raise AgentUnavailableError("; ".join(silent) or none_runs(settings))
-            found: list[dict[str, Any]] = whole(reports)["publications"] if reports else []
+            known: list[dict[str, Any]] = whole(reports)["publications"] if reports else []
+            found = [one for one in known if name in (None, one["publication"])]
+            if name is not None and not found and not watch:
+                others = ", ".join(sorted(one["publication"] for one in known)) or "none at all"
+                raise ConfigError(f"namespace {settings.namespace!r} has no publication {name!r}; it has {others}")
             stale = [one["agent"]["stale"] for one in reports if one["agent"].get("stale")]
             if as_json and watch:
                 print_json({"publications": found})
