@@ -1,5 +1,6 @@
 -- A subscriber asks for a version, or takes its question back. KEYS: publication. req.act: claim, withdraw.
--- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held, unfit}.
+-- Answers ok = {claim (if it has one), over, last, wait (ms), seq, held, unfit}, or ok = {differs} if the ranks ask for
+-- different versions in the same call.
 local subscriber = req.subscriber
 local S, refused = current_side(subscriber, req.serial)
 if not S then
@@ -31,9 +32,13 @@ local function answer()
     wait = waits and first_lapse() or 0, seq = number(P.seq), held = number(S.held), unfit = S.unfit or ''})
 end
 
+-- The version and the seq of the side's last question.
+local function last_asked() return string.match(S.asked or '', '^(.*) (%d+)$') end
+
 -- A question that pins no version is refused only because the tensors do not fit.
 local function refused_answer(text) return refuse(req.version ~= '' and 'config' or 'unfit', where .. ': ' .. text) end
-if number(S.refused) == req.call then return refused_answer(S.error) end
+-- Another question of the same call is not refused with it: its call is over.
+if number(S.refused) == req.call and last_asked() == req.version then return refused_answer(S.error) end
 local ranks, count = ranks_of(S, side_key(subscriber))
 local gone = end_if_silent(subscriber, S, ranks)
 if gone then return gone end
@@ -41,11 +46,11 @@ if req.call < last or req.call <= over or count < number(S.world) then return an
 
 local asked = req.version .. ' ' .. int(req.newer_than)
 if req.call == last then
-  local version, newer_than = string.match(S.asked, '^(.*) (%d+)$')
+  local version, newer_than = last_asked()
   if version ~= req.version then
     local function name(label) return label ~= '' and 'version ' .. label or 'the newest version' end
-    return refuse('config', where .. ': ranks ask for different versions in the same call, ' .. name(req.version) .. ' and '
-      .. name(version) .. ': give the same on all ranks')
+    return ok({differs = where .. ': ranks ask for different versions in the same call, ' .. name(req.version) .. ' and '
+      .. name(version) .. ': give the same on all ranks'})
   end
   if req.newer_than < tonumber(newer_than) then
     -- After a hop that was aborted some ranks hold their version and some do not: the lowest counts.

@@ -334,7 +334,8 @@ class ClaimAnswer:
     ``over``: the call has ended already (another rank has released its claim, or asked a later question). ``last``: the
     side's last call. ``wait``: seconds after which a lease lapses that may change the answer, 0 if none does. ``seq``:
     newest of the publication. ``held``: what the subscriber holds.
-    ``unfit``: why no holder of a newer version can feed it; empty if one can.
+    ``unfit``: why no holder of a newer version can feed it; empty if one can. ``differs``: another rank has asked for
+    another version in the same call, and has not taken that back yet; empty if none has. Nothing else holds then.
     """
 
     claim: SourceClaim | None
@@ -344,6 +345,7 @@ class ClaimAnswer:
     seq: int
     held: int
     unfit: str = ""
+    differs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

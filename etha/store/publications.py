@@ -280,6 +280,8 @@ class Publications:
         answer = await self._script("claim", request.publication, fields, timeout)
         read = FieldReader(self._keys.publication(request.publication), answer)
         given = answer.get("claim")
+        if "differs" in answer:
+            return ClaimAnswer(claim=None, over=False, last=0, wait=0.0, seq=0, held=0, differs=read.text("differs"))
         return ClaimAnswer(
             claim=SourceClaim.read(read.key, request.publication, given) if isinstance(given, dict) else None,
             over=answer.get("over") is True,

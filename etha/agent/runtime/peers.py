@@ -238,6 +238,11 @@ class PeerLinks:
         while len(self._met) > _MAX_EPOCHS:
             self._met.popitem(last=False)
 
+    def forget(self, pair: str, epoch: int) -> None:
+        """An epoch is over. A pair that everybody has left counts its epochs anew, so a Meet of the same number is not
+        taken for a repetition: it is kept until this agent forms that epoch, too."""
+        self._met.pop((pair, epoch), None)
+
     async def prove(self, what: str, agents: Collection[str], seconds: float) -> bool:
         """Try until each of ``agents`` is linked, for ``seconds`` at most; returns whether all are.
 

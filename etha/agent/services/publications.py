@@ -152,6 +152,9 @@ class LocalRank:
     announced: _SetAside | None = None
     #: The last claim of which it has heard.
     last_claim: int = 0
+    #: The number of its last question, however that has ended. A call that was cancelled has a number, too, and Redis
+    #: may still have its question, or its answer: the next one is another question.
+    last_call: int = 0
 
     def may_hold(self, slot: int, seq: int, upstream: int) -> bool:
         """Whether a buffer holds version ``seq``, or may, once its worker has said how its hop or its put has ended.
@@ -813,12 +816,13 @@ class PublicationService:
     def _claim(
         self, session: WorkerSession, request: Request, side: LocalSide, rank: LocalRank, message: ClaimVersion
     ) -> None:
+        rank.last_call = max(message.turn, rank.last_call + 1)
         asking = _Asking(
             ClaimRequest(
                 publication=side.publication,
                 subscriber=side.name,
                 serial=side.serial,
-                call=message.turn,
+                call=rank.last_call,
                 newer_than=message.newer_than,
                 version=message.version,
                 links=tuple(rank.links),
@@ -833,12 +837,22 @@ class PublicationService:
 
     async def _claiming(self, side: LocalSide, rank: LocalRank, asking: _Asking) -> VersionClaimed:
         store = self._store
-        granted, avoided, unfit = False, asyncio.get_running_loop().time() + AVOIDED, ""
+        loop = asyncio.get_running_loop()
+        granted, avoided, unfit, differs = False, loop.time() + AVOIDED, "", math.inf
         try:
             async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
                 while True:
                     async with side.order:
-                        answer = asking.answer = await self._ask(side, rank, asking.request)
+                        answer = await self._ask(side, rank, asking.request)
+                    if answer.differs:
+                        # A question of another rank whose call has ended may not be taken back yet.
+                        differs = min(differs, loop.time() + PATIENCE)
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout_at(differs):
+                                await changed()
+                                continue
+                        raise ConfigError(answer.differs)
+                    asking.answer, differs = answer, math.inf
                     if rank.number == 0 and answer.unfit and answer.unfit != unfit:
                         unfit = answer.unfit
                         log.warning("publication %s: %s waits: %s", side.publication, side.name, unfit)
@@ -847,11 +861,13 @@ class PublicationService:
                         break
                     if answer.over:
                         call = asking.request.call
-                        asking.request = replace(asking.request, call=answer.last if answer.last > call else call + 1)
+                        rank.last_call = max(rank.last_call, answer.last, call + 1)
+                        asking.request = replace(asking.request, call=rank.last_call)
                         continue
-                    left = avoided - asyncio.get_running_loop().time()
+                    left = avoided - loop.time()
                     if asking.request.avoid and left <= 0:
-                        asking.request = replace(asking.request, call=asking.request.call + 1, avoid=())
+                        rank.last_call = max(rank.last_call, asking.request.call + 1)
+                        asking.request = replace(asking.request, call=rank.last_call, avoid=())
                         continue
                     waits = [t for t in (answer.wait, left if asking.request.avoid else 0.0) if t > 0]
                     with suppress(TimeoutError):
@@ -868,13 +884,13 @@ class PublicationService:
             if rank.number == 0:
                 self._spawn(self._renew(side, rank, claim))
             if rank.session is not None and rank.buffers:
-                if text := rank.spoilt():
-                    log.warning(
-                        "publication %s: no difference to version %d: %s", side.publication, rank.buffers[0].seq, text
-                    )
+                held = rank.buffers[0].seq
+                if held and (text := rank.spoilt()):
+                    log.warning("publication %s: no difference to version %d: %s", side.publication, held, text)
+                    held = 0
                 rank.session.hops[batch] = HopClaim(
                     claim=claim.number,
-                    held=0 if text else rank.buffers[0].seq,
+                    held=held,
                     arriving=self._arriving(side, claim, asking.failed),
                 )
             rank.samples = None

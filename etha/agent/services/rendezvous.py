@@ -321,6 +321,7 @@ class RendezvousService:
             return
         known.forgotten = True
         known.changed.set()
+        self._links.forget(name, known.machine.epoch)
         del self._known[name]
         self._ended[name] = known
         while len(self._ended) > _MAX_ENDED:
@@ -361,6 +362,7 @@ class RendezvousService:
                     else:
                         self._met(known, epoch)
                 case Broken(epoch=epoch, error=error):
+                    self._links.forget(pair, epoch)
                     log.info("pair %s lost: %s", pair, error.message)
                     # First the push, then the calls that end by it, so that no worker gets the error without the push.
                     for session in self._sessions():

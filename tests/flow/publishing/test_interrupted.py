@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
+from random import Random
 
 import pytest
 
+import etha
 from etha.config import Settings
 from etha.events import gather
+from etha.store.registry import Store
 from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.sites import Site, environment
 
@@ -44,6 +48,56 @@ async def test_one_rank_gives_up_in_the_middle_of_a_hop_in_place(site: Site, pai
         update, _ = await asyncio.gather(first.next(), other)
         assert (update.version, first.version, second.version) == (version, version, version)
         replica.check(version)
+
+
+@pytest.mark.ways("tcp", "local")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("how", ["cancelled", "late"])
+async def test_a_question_that_was_taken_back_has_no_answer_left(site: Site, pair: str, ranks: int, how: str) -> None:
+    """A pinned call ends at any moment of its claim; the call after it asks for the newest version, and gets that."""
+    async with Fleet(site, pair, {"w": (64, 33)}) as fleet:
+        trainer = await fleet.publish(Cut(), slots=4)
+        replica = await fleet.subscribe("replica", Cut(world=ranks, dims={"w": 0}), atomic=True)
+        for version in (1, 2, 3):
+            await trainer.put(version)
+        random = Random(ranks)
+        for version in range(4, 44):
+            await trainer.put(version)
+            moment = random.uniform(0, 0.006)
+            # The last rank may be in a call of its own still, when the first one asks for something else.
+            for subscription in replica.subscriptions:
+                pinned = asyncio.ensure_future(
+                    subscription.next(version=version - 2, newer_than=0, timeout=moment if how == "late" else 20)
+                )
+                if how == "cancelled":
+                    asyncio.get_running_loop().call_later(moment, pinned.cancel)
+                with suppress(asyncio.CancelledError, etha.TransferTimeoutError):
+                    await pinned
+            await replica.next()
+            replica.check(version)
+
+
+@pytest.mark.ways("tcp")
+async def test_ranks_that_ask_for_different_versions_are_told(site: Site, pair: str) -> None:
+    """One that waits for the newest and one that pins another: the second one hears it, and nothing is stuck."""
+    async with Fleet(site, pair, {"w": (64, 33)}) as fleet:
+        trainer = await fleet.publish(Cut(), slots=4)
+        replica = await fleet.subscribe("replica", Cut(world=2, dims={"w": 0}), atomic=True)
+        for version in (1, 2):
+            await trainer.put(version)
+        await replica.next()
+        first, second = replica.subscriptions
+        waiting = asyncio.ensure_future(first.next())
+        async with await Store.open(str(site.redis), "default", timeout=10) as store:
+            while not (await store.publications.view(pair)).queue:  # type: ignore[union-attr]
+                pass
+        with pytest.raises(
+            etha.ConfigError, match="ranks ask for different versions in the same call, version 1 and the"
+        ):
+            await second.next(version=1, newer_than=0)
+        await trainer.put(3)
+        await asyncio.gather(waiting, second.next())
+        replica.check(3)
 
 
 async def test_a_hop_that_nobody_wants_any_more_is_no_failure(site: Site, pair: str) -> None:

@@ -7,10 +7,12 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import Replicate
 
 import etha
+from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.sites import Site
 
 
@@ -96,3 +98,22 @@ async def test_a_callback_s_error_does_not_hide_that_the_version_is_there(site: 
             assert str(error) == "the engine does not pause"
         assert calls == [[0.0] * 5] and target.tolist() == [1.0] * 5
         assert (subscription.version, subscription.seq) == (4, 1)
+
+
+@pytest.mark.ways("tcp")
+async def test_a_pair_that_all_have_left_forms_again_at_once(site: Site, pair: str) -> None:
+    """A subscription keeps four pairs. With five holders each pair is left and formed again, as epoch 1 once more, and
+    neither agent waits for one that has answered already (which took 10 s)."""
+    async with Fleet(
+        site, pair, {"w": (64, 33)}, where=lambda side, rank: "b" if side.startswith("holder") else "a"
+    ) as fleet:
+        trainer = await fleet.publish(Cut())
+        for version in range(1, 6):
+            await trainer.put(version)
+            await (await fleet.subscribe(f"holder{version}", Cut(), atomic=True)).next()
+        for version in (98, 99):
+            await trainer.put(version)
+        reader = await fleet.subscribe("reader", Cut(), atomic=True, serve=False)
+        for version in (1, 2, 3, 4, 5) * 3:
+            update = await reader.next(version=version, newer_than=0, timeout=8)
+            assert update.source == f"holder{version}"
