@@ -75,6 +75,7 @@ EDGES: dict[str, set[str]] = {
         "units",
     },
     "client": {
+        "limits",
         "errors",
         "config",
         "version",

@@ -57,6 +57,7 @@ from etha.bus.messages import (
     EndHop,
     EnterGroup,
     Events,
+    ExchangeSegments,
     FinishPut,
     GetEvents,
     GetPicture,
@@ -482,6 +483,8 @@ class Agent:
                 self.registrations.register(session, request, message)
             case AttachShadows() | AttachSnapshot() as message:
                 self.registrations.attach(session, request, message)
+            case ExchangeSegments() as message:
+                self.registrations.exchange(session, request, message)
             case Transfer() as message:
                 found = self.registrations.registered(session, message.batch, message.epoch)
                 self.transfers.transfer(session, request, message, found)

@@ -187,6 +187,16 @@ class AttachShadows(StrictStruct, frozen=True, kw_only=True):
     handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
 
 
+@message("exchange_segments")
+class ExchangeSegments(StrictStruct, frozen=True, kw_only=True):
+    """This worker has exchanged the segments of tensors with those of their shadows, pair by pair: exchange what this
+    agent has mapped, too. -> Ok; or an error, and nothing has changed."""
+
+    batch: Text
+    epoch: int
+    segments: Annotated[tuple[tuple[Text, Text], ...], Meta(max_length=MAX_TENSORS)]
+
+
 @message("attach_snapshot")
 class AttachSnapshot(StrictStruct, frozen=True, kw_only=True):
     """The memory in which this worker keeps a snapshot, by entry; sent once for each registration. -> Ok."""

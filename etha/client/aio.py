@@ -251,7 +251,7 @@ class AsyncTensorBusClient(OfOneProcess):
         regions: Mapping[str, Runs] | None = None,
         direction: Literal["send", "recv", "both"] | None = None,
         bucket_size: int | None = None,
-        atomic: bool = False,
+        atomic: bool | Literal["swap"] = False,
         verify: Literal["sample", "full"] | None = None,
         timeout: float | None = None,
     ) -> AsyncBatchHandle:
@@ -267,7 +267,10 @@ class AsyncTensorBusClient(OfOneProcess):
         what the other side wants.
 
         ``direction``: "send", "recv" or "both" must work, else registering fails. ``atomic``: receive into shadow
-        memory, so that the tensors change only after commit.
+        memory, so that the tensors change only after commit. "swap": after commit exchange the pages of shadows and of
+        this rank's tensors of ``etha.empty`` (1 MiB and more) instead of copying. Addresses stay. Only for tensors
+        whose memory nobody else maps by himself (``cudaHostRegister``, RDMA). Tensors that another open batch, a
+        process group, or a child that was forked since may see are copied, and a warning says so.
 
         ``verify``: compare checksums of both ends before any transfer is committed. "full" compares every byte.
         "sample" compares every 16th chunk in turn, at least one of each tensor, for a sixteenth of the cost. The

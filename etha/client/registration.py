@@ -13,10 +13,11 @@ import torch
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
 from etha.bus.messages import AttachShadows, BatchLost, CloseBatch, Entry, Moved, Register, Registered, Verify
-from etha.client.arguments.checks import check_bucket_size, check_flag, shown
+from etha.client.arguments.checks import check_bucket_size, shown
 from etha.client.connection import AgentConnection
 from etha.client.manifest import TensorManifest
 from etha.client.memory.base import StagedTensors, TensorMemory, Unmoved
+from etha.client.memory.exchange import PageExchange
 from etha.client.memory.segments import SegmentUse
 from etha.client.results import AsyncPair, TransferResult, Version
 from etha.errors import ConfigError, EthaError, PeerLostError, RegistrationError, with_again
@@ -61,6 +62,8 @@ class Registration:
     atomic: bool = False
     #: Whether this worker receives into shadows. They may not be allocated yet.
     shadowed: bool = False
+    #: Which shadows change places with their tensors, if the user wants that (``atomic="swap"``).
+    pages: PageExchange | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     version: Version = None
     #: The agent's answer to the last transfer that is committed.
@@ -172,7 +175,7 @@ class Registration:
         self.manifest = replace(self.manifest, items=(), refusals=())
         self.unmoved = Unmoved(())
         self.source = StagedTensors(home=self.source.home, tensors=[])
-        self.shadows = self.aside = self.snapshot = None
+        self.shadows = self.pages = self.aside = self.snapshot = None
         self.pull_tables = {}
 
     def received(self) -> None:
@@ -189,7 +192,8 @@ def check_options(direction: object, bucket_size: object, atomic: object, verify
     if direction not in (None, "send", "recv", "both"):
         raise ConfigError(f"direction={shown(direction)} must be 'send', 'recv', 'both' or None")
     check_bucket_size(bucket_size)
-    check_flag("atomic", atomic)
+    if not (isinstance(atomic, bool) or (isinstance(atomic, str) and atomic == "swap")):
+        raise ConfigError(f"atomic={shown(atomic)} must be True, False or 'swap'")
     if verify not in (None, "sample", "full"):
         raise ConfigError(f"verify={shown(verify)} must be 'sample', 'full' or None")
 
@@ -202,7 +206,7 @@ async def register(
     *,
     direction: Literal["send", "recv", "both"] | None,
     bucket_size: int | None,
-    atomic: bool,
+    atomic: bool | Literal["swap"],
     verify: Verify | None,
     seq: int,
     timeout: Callable[[], float],
@@ -243,7 +247,7 @@ async def _register(
     *,
     direction: Literal["send", "recv", "both"] | None,
     bucket_size: int | None,
-    atomic: bool,
+    atomic: bool | Literal["swap"],
     verify: Verify | None,
     seq: int,
     timeout: Callable[[], float],
@@ -283,7 +287,7 @@ async def _register(
         refusals=manifest.refusals,
         direction=direction,
         bucket_size=bucket_size,
-        atomic=atomic,
+        atomic=bool(atomic),
         verify=verify,
         seq=seq,
         staged=(home.refused or connection.why_not)[:500] if source.serves else "",
@@ -310,6 +314,8 @@ async def _register(
         shadowed=registered.shadows,
         plan=registered.summary,
     )
+    if atomic == "swap" and registered.shadows:
+        registration.pages = PageExchange(f"batch {batch!r}", [item.name for item in manifest.items], locals_, segments)
     private = [t for t, handle in zip(locals_, handles, strict=True) if handle.segment is None and not t.is_cuda]
     connection.collapser.ask((t.data_ptr(), span_nbytes(t.shape, t.stride(), t.itemsize)) for t in private)
     if registered.shadows and registered.receives:
@@ -330,7 +336,9 @@ async def attach_shadows(
     A worker that may never receive allocates none until it does.
     """
     connection, tensors = registration.connection, registration.locals
-    if shadows is None:
+    if shadows is None and registration.pages is not None:
+        shadows = await asyncio.to_thread(registration.pages.stage, connection.home, tensors)
+    elif shadows is None:
         shadows = await stage(connection.home, tensors, [tensor.numel() > 0 for tensor in tensors])
     registration.check_writable(shadows, committed=False)
     handles = shadows.handles([connection.home.describe(tensor) for tensor in tensors])

@@ -28,8 +28,8 @@ class TransferResult:
     """One transfer as this worker saw it: committed, or failed if ``on_error="report"`` was asked for.
 
     ``bytes``: its payload at the wire dtype, including local copies. ``seconds``: from GO to COMMIT. ``peers``: sorted
-    (side, rank). ``peak_staging``: most bytes of staging that its agent used. ``phases``: the seconds of the whole call
-    by phase.
+    (side, rank). ``peak_staging``: most bytes of staging that its agent used. ``swapped``: bytes of its tensors that
+    were put in place without a copy (``atomic="swap"``). ``phases``: the seconds of the whole call by phase.
 
     A failed one has an ``error``. ``skipped``: it was not tried, because of an earlier error of this pair, which is
     ``error``. A failed result counts nothing (``seq`` 0, ``version`` None, ``peers`` empty), but has the ``phases`` it
@@ -45,6 +45,7 @@ class TransferResult:
     peak_staging: int
     error: EthaError | None = None
     skipped: bool = False
+    swapped: int = 0
     phases: Phases = NO_PHASES
 
     @classmethod

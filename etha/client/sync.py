@@ -153,7 +153,7 @@ class TensorBusClient(OfOneProcess):
         regions: Mapping[str, Runs] | None = None,
         direction: Literal["send", "recv", "both"] | None = None,
         bucket_size: int | None = None,
-        atomic: bool = False,
+        atomic: bool | Literal["swap"] = False,
         verify: Literal["sample", "full"] | None = None,
         timeout: float | None = None,
     ) -> BatchHandle:

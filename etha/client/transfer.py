@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,10 +21,11 @@ from msgspec.structs import replace
 
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
-from etha.bus.messages import Moved, Progress, Pull, Transfer
+from etha.bus.messages import ExchangeSegments, Moved, Progress, Pull, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.memory.base import Mark, StagedTensors
+from etha.client.memory.exchange import MANY, PageExchange
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -32,6 +33,7 @@ from etha.errors import (
     AgentLostError,
     ConfigError,
     EthaError,
+    PeerLostError,
     RegistrationError,
     TransferError,
     TransferTimeoutError,
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that an on_commit has to end after it was cancelled at the deadline.
 _GRACE = 1.0
+#: Seconds that an agent has to exchange its mappings, which takes it some milliseconds. It has just answered.
+_CONFIRM = 5.0
 #: Callbacks that outlive their calls. They are kept because a task that nobody holds may be collected.
 _outliving: set[asyncio.Task[BaseException | None]] = set()
 
@@ -305,11 +309,15 @@ async def _once(
     if on_commit is not None:
         failed = await call_on_commit(on_commit, call, deadline, registration.batch, shield)
     # Whatever the callback raised, all others hold the new version, so this worker must, too.
+    swapped: Collection[int] = ()
     try:
-        if verb == "send" or registration.stage.quick:
-            _take_over(registration, verb, moved)
+        if verb == "recv" and registration.pages is not None:
+            swapped = await _swap(registration, registration.pages, shield)
+        copied = registration.stage.without(swapped)
+        if verb == "send" or copied.quick:
+            _take_over(registration, verb, moved, copied)
         else:
-            await shield.in_thread(lambda: _take_over(registration, verb, moved))
+            await shield.in_thread(lambda: _take_over(registration, verb, moved, copied))
     except Exception as error:
         if failed is not None:
             log.error("batch %s: on_commit failed, too", registration.batch, exc_info=failed)
@@ -323,18 +331,45 @@ async def _once(
         direction=verb,
         peers=moved.peers,
         peak_staging=moved.peak_staging,
+        swapped=sum(registration.locals[i].nbytes for i in swapped),
         phases=replace(moved.phases, copy_in=asked - deadline.begun, copy_out=time.monotonic() - answered),
     )
 
 
-def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved) -> None:
-    """Put what was received in place, tell autograd, and record the version that the tensors hold."""
+async def _swap(registration: Registration, pages: PageExchange, shield: Shield) -> Collection[int]:
+    """Exchange shadows with their tensors; returns those entries, which hold the new version now."""
+    tensors, shadows, connection = registration.locals, registration.shadows, registration.connection
+    assert shadows is not None  # it has received into them
+    if len(tensors) <= MANY:
+        done = pages.exchange(tensors, shadows)
+    else:
+        done = await shield.in_thread(lambda: pages.exchange(tensors, shadows))
+    if not done:
+        return done
+    message = ExchangeSegments(batch=registration.batch, epoch=registration.pair.epoch, segments=tuple(done.values()))
+    try:
+        await shield.finish(connection.link.request(message, timeout=_CONFIRM))
+    except PeerLostError:
+        pass  # this registration is over, and the next one maps what lies there then
+    except AgentLostError:
+        if not connection.lost:  # it is stopped: what it will have mapped is unknown
+            await shield.finish(leave(registration, "its agent has not confirmed that it has exchanged pages", _GRACE))
+    except EthaError as error:
+        pages.give_up(f"the agent does not exchange its mappings: {error.message}")
+        if pages.restore(done, tensors, shadows):
+            return ()
+        await shield.finish(leave(registration, "its agent maps other pages than this worker", _GRACE))
+    return done
+
+
+def _take_over(registration: Registration, verb: Literal["send", "recv"], moved: Moved, copied: StagedTensors) -> None:
+    """Copy what was received in place, tell autograd, and record the version that the tensors hold."""
     if verb == "recv":
         try:
-            if registration.stage.serves:
-                registration.check_backed(registration.stage, committed=True)
-                registration.check_writable(registration.stage, committed=True)
-                registration.stage.push(registration.locals)
+            if copied.serves:
+                registration.check_backed(copied, committed=True)
+                registration.check_writable(copied, committed=True)
+                copied.push(registration.locals)
         except EthaError as error:
             registration.torn = registration.torn or not registration.atomic or getattr(error, "torn", False)
             raise

@@ -42,6 +42,16 @@ def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True))
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a strided tensor has each element once, and nothing between them, in any order of its dims."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def span_nbytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Bytes from the first to one past the last element of a strided tensor; 0 if it is empty."""
     if 0 in shape:

@@ -12,7 +12,7 @@ import ctypes
 import fcntl
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from etha.errors import RegistrationError
 from etha.memory.cuda import Mapping, Mappings
 from etha.memory.handles import TensorHandle, span_nbytes
-from etha.memory.pages import map_pages
+from etha.memory.pages import exchange, map_pages
 from etha.memory.process import ProcessMemory
 from etha.memory.views import CARRIERS, View
 
@@ -124,6 +124,26 @@ class WorkerMemory:
         """Reach a segment that this agent holds itself, as one of the worker's."""
         assert segment.pages is not None
         self._segments[segment.id] = segment.pages
+
+    def exchange(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """The worker has exchanged these segments pair by pair, so exchange their mappings, all or none: a view stays
+        where it is and shows what the worker's tensor shows. RegistrationError if that is not possible."""
+        done: list[tuple[str, str]] = []
+        try:
+            for first, second in pairs:
+                one, other = self._segments.get(first), self._segments.get(second)
+                if one is None or other is None or one is other or len(one) != len(other):
+                    raise RegistrationError(
+                        f"segments {first[:80]!r} and {second[:80]!r} are not two mapped ones of equal size"
+                    )
+                exchange(ctypes.addressof(one), ctypes.addressof(other), len(one))
+                self._segments[first], self._segments[second] = other, one
+                done.append((first, second))
+        except (OSError, RegistrationError) as error:
+            self.exchange(done[::-1])
+            if isinstance(error, OSError):
+                raise RegistrationError(f"exchanging mappings failed: {error.strerror}") from None
+            raise
 
     def spare(self, segments: Iterable[str]) -> Spared:
         """Remove these segments, ignoring unknown ones. The caller releases them once nothing uses them."""

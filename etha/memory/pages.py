@@ -27,9 +27,14 @@ _libc.mmap.argtypes = [
 ]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+# Keeps the interpreter's lock: a call takes microseconds, and to get the lock back from a busy thread takes 5 ms.
+_quick = ctypes.PyDLL(None, use_errno=True)
+_quick.mremap.restype = ctypes.c_void_p
+_quick.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 HUGE = 2 << 20
 _RW = mmap.PROT_READ | mmap.PROT_WRITE
 _MAP_FIXED, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 0x10, 23, 25
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -59,7 +64,7 @@ def map_pages(
     *,
     fresh: bool = False,
     touch: bool = True,
-    before_unmap: Callable[[], None] | None = None,
+    before_unmap: Callable[[int], None] | None = None,
 ) -> ctypes.Array[Any]:
     """Map all of ``fd`` shared and writable, with every page touched. It is unmapped when the result is collected.
 
@@ -67,7 +72,7 @@ def map_pages(
 
     The result is a writable buffer of ``nbytes``; a torch storage made by ``torch.frombuffer`` holds it. ``fresh``: the
     file is new, so ask for huge pages (copies gain a quarter; first touch is several times faster). OSError if the
-    kernel refuses. ``fd`` may be closed afterwards.
+    kernel refuses. ``fd`` may be closed afterwards. ``before_unmap`` is called with the address.
     """
     populate = mmap.MAP_POPULATE if touch else 0
     if nbytes < HUGE or not touch:
@@ -92,7 +97,7 @@ def map_pages(
                 _mmap(address, nbytes, _RW, flags | mmap.MAP_POPULATE, fd)
     pages = (ctypes.c_uint8 * nbytes).from_address(address)
     # Not at exit: torch may still hold tensors then, and the kernel unmaps anyway.
-    weakref.finalize(pages, _unmap, start, length, before_unmap).atexit = False
+    weakref.finalize(pages, _unmap, start, length, address, before_unmap).atexit = False
     return pages
 
 
@@ -114,9 +119,54 @@ def collapse(address: int, nbytes: int) -> bool:
     return first < last and _libc.madvise(first, last - first, _MADV_COLLAPSE) == 0
 
 
-def _unmap(address: int, nbytes: int, before: Callable[[], None] | None) -> None:
+def _unmap(start: int, length: int, address: int, before: Callable[[int], None] | None) -> None:
     try:
         if before is not None:
-            before()
+            before(address)
     finally:
-        _libc.munmap(address, nbytes)
+        _libc.munmap(start, length)
+
+
+def exchange(first: int, second: int, nbytes: int) -> None:
+    """Exchange two shared mappings of ``nbytes`` each: afterwards each address shows what the other one did.
+
+    Page tables move and no data, so 256 MiB take 0.1 ms, and no page is touched for the first time afterwards. Threads
+    may read and write meanwhile, because neither address is unmapped at any moment. OSError if the kernel refuses
+    (before 5.13, ``vm.max_map_count``, or a range of which a part is mapped in another way); nothing has changed then.
+    Do not try again and again: a refusal may leave an unused range of addresses behind.
+    """
+    asides: list[int] = []
+    try:
+        # First both are moved aside, where a refusal does no harm: what stays behind is the same file without page
+        # tables, which faults bring back. The kernel has no reason left to refuse what comes then.
+        for address in (first, second):
+            aside = _reserve(nbytes)
+            _move(address, nbytes, aside, keep=True)
+            asides.append(aside)
+    except OSError:
+        # Not the range of the call that failed: the kernel may have unmapped it, and another thread may have it.
+        for aside in asides:
+            _libc.munmap(aside, nbytes)
+        raise
+    _move(asides[1], nbytes, first, keep=False)
+    _move(asides[0], nbytes, second, keep=False)
+
+
+def _reserve(nbytes: int) -> int:
+    """The address of an unused range. A huge page, or a whole page table, moves only to an address of its alignment."""
+    spare = HUGE if nbytes >= HUGE else 0
+    start = _mmap(None, nbytes + spare, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    address = -(-start // HUGE) * HUGE if spare else start
+    for at, length in ((start, address - start), (address + nbytes, start + spare - address)):
+        if length:
+            _libc.munmap(at, length)
+    return address
+
+
+def _move(address: int, nbytes: int, to: int, *, keep: bool) -> None:
+    """Move a mapping's page tables, and with ``keep=False`` the mapping itself, over whatever is mapped at ``to``."""
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | (_MREMAP_DONTUNMAP if keep else 0)
+    found = _quick.mremap(address, nbytes, nbytes, flags, to)
+    if found is None or found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))

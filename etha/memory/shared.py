@@ -6,6 +6,10 @@ A segment lives as long as any tensor in it: each torch storage holds the mappin
 gone, a finalizer removes the segment from the registry, closes and unmaps it. Segments are sealed against shrinking and
 growing, so that no worker can make an agent fault. Pages are touched here, once, because the first touch is five times
 slower than a copy.
+
+``exchange`` puts one segment where another one was, without a copy. An id names a memfd and not an address, so whoever
+has mapped a segment by its id keeps seeing the same bytes; whoever maps it for a tensor has to be told. So every use of
+a segment by others is noted by ``hold``, and ``exchange`` refuses a segment that somebody else holds.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from etha.errors import ConfigError
+from etha.memory.pages import exchange as exchange_mappings
 from etha.memory.pages import map_pages, sealed_memfd
 from etha.memory.room import RoomCheck
 
@@ -40,12 +44,18 @@ Pages = ctypes.Array[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSegment:
-    """A sealed memfd mapped at ``address`` of this process. ``fd`` is open as long as the segment lives."""
+    """A sealed memfd mapped at ``address`` of this process. ``fd`` is open as long as the segment lives.
+
+    ``alone``: bytes of the one storage that has the segment for itself; 0 if several share it. ``forks``: how often
+    this process had forked when the segment was made.
+    """
 
     id: str
     fd: int
     nbytes: int
     address: int
+    alone: int
+    forks: int
 
 
 class _Registry:
@@ -56,15 +66,27 @@ class _Registry:
         self._room = RoomCheck()
         self._starts: list[int] = []
         self._segments: dict[int, SharedSegment] = {}
+        #: segment id -> who holds it.
+        self._holders: dict[str, weakref.WeakSet[object]] = {}
+        self._forks = 0
+        # A child maps what this process maps at that moment. So no exchange may be half done.
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._after_fork, after_in_child=self._after_fork
+        )
 
-    def create(self, nbytes: int) -> Pages:
+    def _after_fork(self) -> None:
+        self._forks += 1
+        self._lock.release()
+
+    def create(self, nbytes: int, *, alone: bool) -> Pages:
         """The pages of a new segment of at least ``nbytes``. It lives as long as they are referenced."""
+        used = nbytes if alone else 0
         nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
         self._room.check(nbytes, "a tensor that agents map")
         fd = -1
         try:
             fd = sealed_memfd("etha", nbytes)
-            pages = map_pages(fd, nbytes, fresh=True, before_unmap=partial(self._drop, fd))
+            pages = map_pages(fd, nbytes, fresh=True, before_unmap=self._drop)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -74,16 +96,52 @@ class _Registry:
         address = ctypes.addressof(pages)
         with self._lock:
             bisect.insort(self._starts, address)
-            self._segments[address] = SharedSegment(id=secrets.token_hex(8), fd=fd, nbytes=nbytes, address=address)
+            self._segments[address] = SharedSegment(
+                id=secrets.token_hex(8), fd=fd, nbytes=nbytes, address=address, alone=used, forks=self._forks
+            )
         return pages
 
-    def _drop(self, fd: int) -> None:
+    def _drop(self, address: int) -> None:
         """Called after the last tensor is gone. The pages are still mapped, so their address is not reused yet."""
         with self._lock:
-            address = next(a for a, s in self._segments.items() if s.fd == fd)
-            del self._segments[address]
+            dropped = self._segments.pop(address)
             self._starts.remove(address)
-        os.close(fd)
+            self._holders.pop(dropped.id, None)
+        os.close(dropped.fd)
+
+    def hold(self, holder: object, ids: Iterable[str]) -> None:
+        with self._lock:
+            for id in ids:
+                self._holders.setdefault(id, weakref.WeakSet()).add(holder)
+
+    def let_go(self, holder: object, ids: Iterable[str]) -> None:
+        with self._lock:
+            for id in ids:
+                if (holders := self._holders.get(id)) is not None:
+                    holders.discard(holder)
+                    if not holders:
+                        del self._holders[id]
+
+    def exchange(self, holder: object, first: int, second: int) -> tuple[str, str]:
+        with self._lock:
+            one, other = self._segments[first], self._segments[second]
+            if why := self._kept(holder, one) or self._kept(holder, other):
+                raise ExchangeError(why)
+            try:
+                exchange_mappings(first, second, one.nbytes)
+            except OSError as error:
+                raise ExchangeError(f"the kernel refuses: {error.strerror}", refused=True) from error
+            self._segments[first] = replace(other, address=first)
+            self._segments[second] = replace(one, address=second)
+            return one.id, other.id
+
+    def _kept(self, holder: object, segment: SharedSegment) -> str:
+        """Why a segment must stay where it is; "" if it need not."""
+        if segment.forks != self._forks:
+            return "this process has forked since, and its child sees the same memory"
+        if any(other is not holder for other in self._holders.get(segment.id, ())):
+            return "another open batch, a subscription or a process group uses its memory, too"
+        return ""
 
     def find(self, address: int, nbytes: int) -> tuple[SharedSegment, int] | None:
         with self._lock:
@@ -93,6 +151,10 @@ class _Registry:
             segment = self._segments[self._starts[i]]
         offset = address - segment.address
         return (segment, offset) if offset + nbytes <= segment.nbytes else None
+
+    def at(self, address: int) -> SharedSegment | None:
+        with self._lock:
+            return self._segments.get(address)
 
     def get(self, id: str) -> SharedSegment | None:
         with self._lock:
@@ -123,6 +185,38 @@ def segments() -> tuple[SharedSegment, ...]:
     return _registry.all()
 
 
+def at(address: int) -> SharedSegment | None:
+    """The segment that begins at this address, if any."""
+    return _registry.at(address)
+
+
+def hold(holder: object, ids: Iterable[str]) -> None:
+    """Note that ``holder`` uses these segments, as long as it lives, so that nobody else exchanges them."""
+    _registry.hold(holder, ids)
+
+
+def let_go(holder: object, ids: Iterable[str]) -> None:
+    """Note that ``holder`` does not use these segments any more. Ignores what it does not hold."""
+    _registry.let_go(holder, ids)
+
+
+class ExchangeError(Exception):
+    """Why two segments were not exchanged. Nothing has changed. ``refused``: by the kernel, so do not try again."""
+
+    def __init__(self, text: str, *, refused: bool = False) -> None:
+        super().__init__(text)
+        self.refused = refused
+
+
+def exchange(holder: object, first: int, second: int) -> tuple[str, str]:
+    """Put the segment at address ``second`` where the one at ``first`` is, and that one there; their ids, as they were.
+
+    No data is copied. Both have equal size. ExchangeError if somebody but ``holder`` uses one of them, a child of this
+    process may see them, or the kernel refuses.
+    """
+    return _registry.exchange(holder, first, second)
+
+
 def storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
     """Zeroed storages of these sizes in bytes (each > 0) in one segment, which each of them keeps alive."""
     offsets, end = [], 0
@@ -131,7 +225,7 @@ def storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
         end += math.ceil(nbytes / ALIGN) * ALIGN
     if not sizes:
         return []
-    memory = _registry.create(end)
+    memory = _registry.create(sizes[0] if len(sizes) == 1 else end, alone=len(sizes) == 1)
     return [_storage(memory, offset, nbytes) for offset, nbytes in zip(offsets, sizes, strict=True)]
 
 
@@ -142,7 +236,7 @@ def storage(nbytes: int) -> torch.UntypedStorage:
     with _arena_lock:
         memory, start = (_arena[0][0](), _arena[0][1]) if _arena else (None, 0)
         if memory is None or start + nbytes > ARENA:
-            memory = _registry.create(ARENA)
+            memory = _registry.create(ARENA, alone=False)
             start = 0
         _arena[:] = [(weakref.ref(memory), start + math.ceil(nbytes / ALIGN) * ALIGN)]
         return _storage(memory, start, nbytes)

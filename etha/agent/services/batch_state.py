@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import CallKey, Member
@@ -67,6 +69,20 @@ class Tensors:
             raise ProtocolError("a registration sets its tensors aside in one place only")
         else:
             self.snapshot = handles
+
+    def exchange(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """The segments of each pair have changed places: name them as they lie now."""
+        now: dict[str | None, str] = {**dict(pairs), **{second: first for first, second in pairs}}
+        self.handles = _renamed(self.handles, now)
+        self.shadows = None if self.shadows is None else _renamed(self.shadows, now)
+
+
+def _renamed(handles: Mapping[str, TensorHandle], now: Mapping[str | None, str]) -> dict[str, TensorHandle]:
+    """The handles, those in a segment of ``now`` in the other one."""
+    return {
+        name: handle if handle.segment not in now else msgspec.structs.replace(handle, segment=now[handle.segment])
+        for name, handle in handles.items()
+    }
 
 
 def _segments(handles: Mapping[str, TensorHandle]) -> set[str]:

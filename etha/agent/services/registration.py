@@ -41,7 +41,7 @@ from etha.agent.services.planning import plan
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.transfers import TransferService
 from etha.bus.codec import Request
-from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, Ok, Register
+from etha.bus.messages import AttachShadows, AttachSnapshot, BatchLost, CloseBatch, ExchangeSegments, Ok, Register
 from etha.config import check_name
 from etha.errors import (
     ConfigError,
@@ -121,6 +121,28 @@ class RegistrationService:
         registration.tensors[member].attach(message)
         if isinstance(message, AttachSnapshot):
             self._spawn(self._show_snapshot(registration, member))
+        session.peer.reply(request.id, Ok())
+
+    def exchange(self, session: WorkerSession, request: Request, message: ExchangeSegments) -> None:
+        """A worker has put what it received in place by exchanging segments: do the same here.
+
+        RegistrationError, before anything has changed, if somebody else maps them.
+        """
+        registered = self.registered(session, message.batch, message.epoch)
+        registration = registered.registration
+        own = {member: tensors for member, tensors in registration.tensors.items() if tensors.session is session}
+        names = {name for pair in message.segments for name in pair}
+        if not names <= set().union(*(tensors.segments for tensors in own.values())):
+            raise RegistrationError(f"batch {message.batch!r}: only its own memory can be exchanged")
+        for other in self.known.values():
+            if other is not registration and names & other.segments(session):
+                raise RegistrationError(f"batch {other.name!r} uses the same memory")
+        for side in {side for side, _ in own} & registered.evaluation.plans.keys():
+            if readers := registered.read_by(side) - {registered.me}:
+                raise RegistrationError(f"agents of this host copy from the same memory: {', '.join(sorted(readers))}")
+        session.memory.exchange(message.segments)
+        for tensors in own.values():
+            tensors.exchange(message.segments)
         session.peer.reply(request.id, Ok())
 
     def close(self, session: WorkerSession, request: Request, message: CloseBatch) -> None:

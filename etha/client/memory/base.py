@@ -13,8 +13,8 @@ copy        live tensors <-> their staging
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -81,6 +81,12 @@ class StagedTensors:
     def quick(self) -> bool:
         """Whether copying is faster than handing it to a thread."""
         return not self.serves or self.home.quick(self.nbytes)
+
+    def without(self, entries: Collection[int]) -> StagedTensors:
+        """The same without these entries, whose tensors need no copy."""
+        if not entries:
+            return self
+        return replace(self, tensors=[None if i in entries else tensor for i, tensor in enumerate(self.tensors)])
 
     def handles(self, live: Sequence[TensorHandle]) -> list[TensorHandle]:
         """Where the agent reads or writes, by entry."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from etha.bus.link import AgentLink
 from etha.bus.messages import LetGo, Released
 from etha.client.memory.base import TensorMemory
+from etha.memory import shared
 from etha.memory.handles import TensorHandle
 
 #: Most segments of one request.
@@ -40,6 +41,7 @@ class SharedSegments:
         """See ``SegmentUse.show``."""
         names = {handle.segment: None for handle in handles if handle.segment is not None}
         use.names.update(names)
+        shared.hold(use, names)
         self._uses.add(use)
         async with self._changing:
             for name in names:
@@ -51,6 +53,7 @@ class SharedSegments:
     async def release(self, use: SegmentUse, timeout: float) -> None:
         """See ``SegmentUse.release``."""
         self._uses.discard(use)
+        shared.let_go(use, use.names)
         async with self._changing:
             while unused := sorted(self._shown.difference(*(other.names for other in self._uses)))[:_MOST]:
                 # Even if no answer comes: sharing a segment that the agent still has does no harm.
@@ -60,7 +63,8 @@ class SharedSegments:
 
 
 class SegmentUse:
-    """The segments of one registration: those of its tensors and of their staging."""
+    """The segments of one registration: those of its tensors and of their staging. While it uses them, nobody else
+    exchanges them (``memory.shared.exchange``)."""
 
     def __init__(self, segments: SharedSegments) -> None:
         self._segments = segments

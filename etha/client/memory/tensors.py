@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from etha import limits
 from etha.client.arguments.checks import check_shape, shown
 from etha.client.arguments.world import device_of
 from etha.errors import ConfigError
@@ -83,13 +84,25 @@ def share_module(module: torch.nn.Module) -> torch.nn.Module:
     for tensor in tensors.values():
         used.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     groups = [(*_extent(group), group) for group in used.values()]
-    for (low, high, group), new in zip(groups, shared.storages([h - lo for lo, h, _ in groups]), strict=True):
+    for (low, high, group), new in zip(groups, _storages([h - lo for lo, h, _ in groups]), strict=True):
         old = group[0].untyped_storage()
         torch.empty(0, dtype=torch.uint8).set_(new).copy_(torch.empty(0, dtype=torch.uint8).set_(old)[low:high])
         for tensor in group:
             offset = (tensor.storage_offset() * tensor.itemsize - low) // tensor.itemsize
             tensor.data = shared.strided(new, tensor.shape, tensor.stride(), tensor.dtype, offset)
     return module
+
+
+def _storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:
+    """Storages of these sizes. Large ones have a segment each, so that ``atomic="swap"`` can exchange it, unless that
+    would take more than a quarter of the descriptors that this process has left; all others share one."""
+    own = [i for i, nbytes in enumerate(sizes) if nbytes >= shared.SMALL]
+    if len(own) > (limits.descriptor_limit() - limits.descriptors_open()) // 4:
+        own = []
+    made = {i: shared.storage(sizes[i]) for i in own}
+    rest = [i for i in range(len(sizes)) if i not in made]
+    made |= zip(rest, shared.storages([sizes[i] for i in rest]), strict=True)
+    return [made[i] for i in range(len(sizes))]
 
 
 def _extent(group: Sequence[torch.Tensor]) -> tuple[int, int]:

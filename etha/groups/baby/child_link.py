@@ -502,6 +502,7 @@ class ChildLink:
             self._poll.close()
             if self._offered is not None and os.getpid() == self._trainer:
                 self._offered.close()
+            self._places.close()
             _close_all((self._wake, self._pidfd))
             self._wake = self._pidfd = -1
 

@@ -331,6 +331,7 @@ class Engine:
             _engines.discard(self)
             for places in self._places.values():
                 places.close()
+            self._own_places.close()
             for peer in self._peers.values():
                 peer.close()
             self._block.close()

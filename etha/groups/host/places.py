@@ -34,6 +34,10 @@ class OwnPlaces:
         self._known: set[int] = set()
         self._inodes: dict[str, int] = {}
 
+    def close(self) -> None:
+        """The others read nothing any more."""
+        shared.let_go(self, self._inodes)
+
     def find(self, tensors: Sequence[Tensor]) -> tuple[bytes, frozenset[int]] | None:
         """The table of the tensors, and the inodes of their segments; None if one lies elsewhere."""
         if len(tensors) > MOST_TENSORS:
@@ -50,6 +54,7 @@ class OwnPlaces:
                 return None
             inode = self._inodes.get(segment.id)
             if inode is None:
+                shared.hold(self, [segment.id])
                 inode = self._inodes[segment.id] = os.fstat(segment.fd).st_ino
             inodes.add(inode)
             rows.append(_PLACE.pack(segment.fd, inode, segment.nbytes, found[1]))

@@ -128,3 +128,42 @@ def test_nothing_is_left_when_views_and_segments_are_gone(memory: WorkerMemory) 
     del view
     gc.collect()
     assert count() == before
+
+
+def test_exchanged_mappings_show_what_the_workers_tensors_show(memory: WorkerMemory) -> None:
+    """A view stays where it is, and a handle of today finds the bytes of today."""
+    made = [empty((1 << 20,), torch.uint8) for _ in range(4)]
+    for value, tensor in enumerate(made):
+        tensor.fill_(value)
+    handles = [attach(memory, tensor) for tensor in made]
+    views = [memory.resolve(handle) for handle in handles]
+    ids = [handle.segment or "" for handle in handles]
+
+    def seen() -> list[int]:
+        return [int(view.flat[-1]) for view in views if view.flat is not None]
+
+    for _ in range(3):
+        for first, second in ((0, 1), (2, 3)):
+            shared.exchange(None, made[first].data_ptr(), made[second].data_ptr())
+        memory.exchange([(ids[0], ids[1]), (ids[2], ids[3])])
+        assert seen() == [int(tensor[-1]) for tensor in made]
+        for tensor in made:
+            now = memory.resolve(describe(tensor))
+            assert now.flat is not None and now.flat[-1] == tensor[-1]
+        made[0].add_(10)
+    assert seen() == [int(tensor[-1]) for tensor in made]
+
+
+@pytest.mark.parametrize("wrong", ["unknown", "same", "size", "again"])
+def test_what_cannot_be_exchanged_changes_nothing(memory: WorkerMemory, wrong: str) -> None:
+    made = [empty((n,), torch.uint8) for n in (1 << 20, 1 << 20, 2 << 20)]
+    for value, tensor in enumerate(made):
+        tensor.fill_(value)
+    handles = [attach(memory, tensor) for tensor in made]
+    views = [memory.resolve(handle) for handle in handles]
+    a, b, large = (handle.segment or "" for handle in handles)
+    bad = {"unknown": (a, "0" * 16), "same": (b, b), "size": (b, large), "again": (a, large)}[wrong]
+    with pytest.raises(RegistrationError, match="are not two mapped ones of equal size"):
+        memory.exchange([(a, b), bad])
+    assert [int(view.flat[5]) for view in views if view.flat is not None] == [0, 1, 2]
+    assert [int(memory.resolve(handle).flat[5]) for handle in handles] == [0, 1, 2]  # type: ignore[index]

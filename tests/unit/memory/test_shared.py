@@ -6,6 +6,7 @@ import fcntl
 import gc
 import itertools
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,35 @@ def test_share_module_moves_values_and_keeps_ties_strides_and_identity() -> None
     module.flat.data[4] = 99.0
     assert module.part[0, 0] == 99.0
     assert len({describe(t).segment for t in module.state_dict().values() if t.numel()}) == 1
+
+
+def large_module(count: int) -> nn.Module:
+    """``count`` parameters of 1 MiB and as many small ones, with their values."""
+    layers = [nn.Linear(512, 512) for _ in range(count)]
+    for value, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, value)
+        nn.init.constant_(layer.bias, -value)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("scarce", [False, True], ids=["plenty", "scarce"])
+def test_large_parameters_have_pages_of_their_own_while_there_are_descriptors(scarce: bool) -> None:
+    module = large_module(5)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        if scarce:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors() + 15, before[1]))
+        share_module(module)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    weights = [t for name, t in module.named_parameters() if "weight" in name]
+    biases = [t for name, t in module.named_parameters() if "bias" in name]
+    for value, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        assert bool((weight == value).all()) and bool((bias == -value).all())
+    assert len({describe(t.data).segment for t in weights}) == (1 if scarce else 5)
+    assert len({describe(t.data).segment for t in biases}) == 1
+    alone = [shared.at(t.data_ptr()) for t in weights]
+    assert [one is not None and one.alone == 1 << 20 for one in alone] == [not scarce] * 5
 
 
 def test_share_module_can_be_repeated_and_trained_on() -> None:

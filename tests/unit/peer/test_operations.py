@@ -30,6 +30,7 @@ BUS = {
     "pull", "pulled",
     "announced", "begin_put", "claim_lost", "claim_version", "close_publication", "close_subscription",
     "describe_publication", "end_hop",
+    "exchange_segments",
     "finish_put", "get_subscribers", "holders", "leave_pair", "publication_described",
     "publish", "published", "slot_given", "subscribe", "subscribed", "wait_holders",
     "subscribers", "version_claimed", "wait_held",
