@@ -58,8 +58,6 @@ class PageExchange:
         for i, tensor in enumerate(tensors):
             if not self._why[i] and (tied := known.setdefault(tensor.data_ptr(), names[i])) != names[i]:
                 self._why[i] = f"it is the memory of {tied!r}"
-            if tensor.nbytes >= shared.SMALL:
-                self._warn(i, self._why[i])
 
     def stage(self, home: TensorMemory, tensors: Sequence[torch.Tensor]) -> StagedTensors:
         """Memory to receive into. That of a tensor that may be exchanged has equal strides and pages of its own.
@@ -69,6 +67,8 @@ class PageExchange:
         for i, tensor in enumerate(tensors):
             if not self._why[i]:
                 staged.tensors[i] = empty_like(tensor)
+            elif tensor.nbytes >= shared.SMALL:  # of smaller ones everybody knows
+                self._warn(i, self._why[i])
         return staged
 
     def exchange(self, tensors: Sequence[torch.Tensor], stage: StagedTensors) -> dict[int, tuple[str, str]]:

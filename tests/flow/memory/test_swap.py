@@ -465,6 +465,21 @@ async def test_a_shared_module_is_swapped(site: Site, pair: str) -> None:
 
 
 @ONE_AGENT
+async def test_who_receives_hears_once_what_is_copied_and_why(
+    site: Site, pair: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not who only sends, though both sides give the same options; and not for tensors below 1 MiB."""
+    async with Swap(site, pair, ranks=2, direction=None, atomic="swap") as swap:
+        for value in (1, 2):
+            assert await swap.move(value) == {swap.swapped()}
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(text for text in warnings if "swapped" in text) == [
+        *["batch 'b': tensor 'part' is copied at commit, not swapped: it is a part of a tensor of etha.empty"] * 2,
+        *["batch 'b': tensor 'plain' is copied at commit, not swapped: it is not in memory of etha.empty"] * 2,
+    ]
+
+
+@ONE_AGENT
 async def test_only_what_is_copied_is_copied(site: Site, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
     real = StagedTensors.push
