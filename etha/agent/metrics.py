@@ -18,6 +18,7 @@ from etha.agent.protocol.registration import RegistrationState
 from etha.agent.runtime.lane import Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import WorkerSession
+from etha.agent.services.publications import PublicationService
 from etha.agent.services.registration import RegistrationService
 from etha.agent.services.rendezvous import RendezvousService
 from etha.agent.services.transfers import TransferService
@@ -45,6 +46,7 @@ class MeasuredAgent(Protocol):
     rendezvous: RendezvousService
     registrations: RegistrationService
     transfers: TransferService
+    publications: PublicationService
 
 
 class AgentMetrics:
@@ -81,7 +83,7 @@ class AgentMetrics:
 
 def gauges(agent: MeasuredAgent, lag: float = 0.0) -> AgentGauges:
     """What the agent is and has now."""
-    peers, budget = agent.links.hub.peers(), agent.links.plane.budget
+    peers, budget, lags = agent.links.hub.peers(), agent.links.plane.budget, agent.publications.lags()
     return AgentGauges(
         device=agent.device,
         namespace=agent.settings.namespace,
@@ -97,6 +99,9 @@ def gauges(agent: MeasuredAgent, lag: float = 0.0) -> AgentGauges:
         lane_busy=agent.lane.busy,
         lane_threads=agent.lane.threads,
         redis_up=agent.store.agents.up,
+        subscribers=len(lags),
+        subscribers_behind=sum(lag > 0 for lag in lags),
+        subscriber_lag=max(lags, default=0.0),
         lag=lag,
     )
 

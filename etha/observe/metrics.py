@@ -116,6 +116,10 @@ class AgentGauges:
     lane_busy: float
     lane_threads: int
     redis_up: bool
+    subscribers: int = 0
+    subscribers_behind: int = 0
+    #: Seconds for which the subscriber that has been behind longest has been so.
+    subscriber_lag: float = 0.0
     #: Seconds that the event loop took to come to this.
     lag: float = 0.0
 
@@ -196,6 +200,15 @@ class AgentCollector(Collector):
         yield GaugeMetricFamily("etha_lane_threads", "Lane threads.", now.lane_threads)
         yield GaugeMetricFamily(
             "etha_redis_up", "Whether the last renewal of the agent's lease in Redis succeeded.", float(now.redis_up)
+        )
+        yield GaugeMetricFamily("etha_subscribers", "Subscribers with workers here.", now.subscribers)
+        yield GaugeMetricFamily(
+            "etha_subscribers_behind", "Those that do not hold the newest version.", now.subscribers_behind
+        )
+        yield GaugeMetricFamily(
+            "etha_subscriber_oldest_lag_seconds",
+            "For how long the one that has been behind longest has been so; 0 if none is.",
+            now.subscriber_lag,
         )
         yield GaugeMetricFamily(
             "etha_event_loop_lag_seconds", "Time until the agent's event loop came to this request.", now.lag

@@ -211,7 +211,11 @@ class LocalSide:
     ended: bool = False
     #: Held while Redis is told how a hop has ended, so that the next claim comes after that.
     order: asyncio.Lock = field(default_factory=asyncio.Lock)
+    #: The newest version of which it has heard, the one that it has received last, and since when (loop time) that one
+    #: is not the newest; None while it is.
     seq: int = 0
+    received: int = 0
+    behind_since: float | None = None
     #: What its last claim brings, and may be passed on.
     arriving: ArrivingVersion | None = None
     #: How fast its hops may send from here, all together.
@@ -226,6 +230,15 @@ class LocalSide:
     def attended(self) -> bool:
         """Whether a worker here still belongs to it."""
         return any(rank.session is not None for rank in self.ranks.values())
+
+    def note(self, now: float, *, newest: int = 0, received: int | None = None) -> None:
+        """A version was announced, or was received by a subscriber, which may be an older one that it has pinned."""
+        self.seq = max(self.seq, newest)
+        self.received = self.received if received is None else received
+        if self.received >= self.seq:
+            self.behind_since = None
+        elif self.behind_since is None:
+            self.behind_since = now
 
     def reading(self) -> set[int]:
         """Claims whose hops read a buffer here."""
@@ -811,6 +824,12 @@ class PublicationService:
             )
         )
 
+    def lags(self) -> list[float]:
+        """For each subscriber with a worker here, for how many seconds there has been a newer version than it holds."""
+        now = asyncio.get_running_loop().time()
+        sides = {id(side): side for side, _ in self._entered.values() if side.role == "subscriber"}
+        return [0.0 if one.behind_since is None else now - one.behind_since for one in sides.values()]
+
     # ---- claims -------------------------------------------------------------------------------------
 
     def _claim(
@@ -856,7 +875,7 @@ class PublicationService:
                     if rank.number == 0 and answer.unfit and answer.unfit != unfit:
                         unfit = answer.unfit
                         log.warning("publication %s: %s waits: %s", side.publication, side.name, unfit)
-                    side.seq = max(side.seq, answer.seq)
+                    side.note(loop.time(), newest=answer.seq)
                     if answer.claim is not None and not answer.over:
                         break
                     if answer.over:
@@ -980,6 +999,7 @@ class PublicationService:
             rank.session.hops.pop(hop_batch(hop_pair(side.publication, claim.holder, side.holder), claim.slot), None)
         side.notify()
         if not message.error:
+            side.note(asyncio.get_running_loop().time(), received=claim.seq)
             rank.links = [*(one for one in rank.links if one != claim.holder), claim.holder][-MAX_LINKS:]
             for slot, buffer in enumerate(rank.buffers):
                 buffer.fill(claim.seq)
@@ -1058,7 +1078,7 @@ class PublicationService:
                 with suppress(EthaError):
                     seq = await store.publications.newest(side.publication)
                     if seq > side.seq:
-                        side.seq = seq
+                        side.note(asyncio.get_running_loop().time(), newest=seq)
                         for rank in side.ranks.values():
                             if rank.session is not None:
                                 rank.session.peer.push(Announced(publication=side.publication, seq=seq))

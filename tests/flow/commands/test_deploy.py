@@ -104,7 +104,7 @@ async def test_every_query_and_every_alert_is_answered(
                 for rule in group["rules"]:
                     named = set(re.findall(r"\b(?:etha|process)_\w+|\bup\b", rule["query"]))
                     assert named and named <= there, f"{rule['name']} asks for {sorted(named - there)}"
-    assert len(group["rules"]) == 11
+    assert len(group["rules"]) == 12
 
 
 @pytest.mark.needs("promtool")

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,3 +177,51 @@ async def test_a_real_prometheus_scrapes_two_agents(tmp_path: Path, monkeypatch:
                     'etha_transfer_phase_seconds_count{phase="move"}',
                     dict.fromkeys(where.values(), float(ROUNDS)),
                 )
+
+
+async def test_replicas_that_are_behind(monkeypatch: pytest.MonkeyPatch, pair: str) -> None:
+    """One that holds the newest version, one that has not asked for it, until it does."""
+    options: dict[str, Any] = {"device_mesh": (1,), "placements": {"w": [Replicate()]}}
+    options |= {"rank": 0, "expected_world_size": 1, "timeout": 60}
+    with open_site(Way.TCP) as site:
+        plain = site.at
+        monkeypatch.setattr(site, "at", lambda place: {**plain(place), "ETHA_METRICS": "127.0.0.1:0"})
+        async with (
+            site.client("trainer", 0) as trainer,
+            site.client("inference", 0) as one,
+            site.client("inference", 0) as two,
+        ):
+            publication = await trainer.publish(pair, {"w": torch.ones(100)}, **options)
+            first, second = [
+                await client.subscribe(pair, {"w": torch.zeros(100)}, subscriber=name, atomic=True, **options)
+                for client, name in ((one, "one"), (two, "two"))
+            ]
+            agent = (await one.status())["agent"]["metrics"]
+            assert [await shown_of(agent, name) for name in REPLICAS] == [2, 0, 0]
+            await publication.put(1)
+            await asyncio.gather(first.next(), second.next())
+            assert [await shown_of(agent, name) for name in REPLICAS] == [2, 0, 0]
+            await publication.put(2)
+            await first.next()
+            assert [await shown_of(agent, name) for name in REPLICAS[:2]] == [2, 1]
+            before = await shown_of(agent, REPLICAS[2])
+            assert 0 < before < await shown_of(agent, REPLICAS[2])
+            await second.next()
+            assert [await shown_of(agent, name) for name in REPLICAS] == [2, 0, 0]
+            assert await shown_of((await trainer.status())["agent"]["metrics"], "etha_subscribers") == 0
+            await second.close()
+            assert await shown_of(agent, "etha_subscribers") == 1
+
+
+REPLICAS = ("etha_subscribers", "etha_subscribers_behind", "etha_subscriber_oldest_lag_seconds")
+
+
+async def shown_of(address: str, name: str) -> float:
+    """The value of a metric without labels on an agent's page."""
+
+    def ask() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    page = await asyncio.to_thread(ask)
+    return next(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{name} "))
