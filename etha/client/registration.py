@@ -256,6 +256,8 @@ async def _register(
     pair = pairs[0]
     locals_ = [item.local for item in manifest.items]
     home = connection.home
+    async with connection.segments.exchanging:
+        segments.hold(locals_)
     live = [home.describe(tensor) for tensor in locals_]
     # This process stages what the agent cannot reach in memory that it can reach.
     hidden = [h.segment is None and not connection.reaches and 0 not in h.shape for h in live]

@@ -185,6 +185,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         self._timeout, self._check_usable, self._closed = timeout, check_usable, closed
         self._unmoved = manifest.unmoved()
         self._shadows: StagedTensors | None = None
+        self._use = connection.segments.use()
         #: What it holds: the newest version received whole, or none.
         self._seq, self._version = 0, None  # type: tuple[int, Version]
         #: What ``next`` asks for something newer than: 0 after a hop in place that was aborted, although only some
@@ -236,6 +237,9 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
     async def open(self, deadline: Deadline) -> None:
         """Not for users. Give the agent what it serves, and wait until all ranks of the subscriber have come."""
         connection, items = self._connection, self._manifest.items
+        if self._serve and not self._atomic:  # its agents keep what its tensors lie in
+            async with connection.segments.exchanging:
+                self._use.hold(item.local for item in items)
         live = [connection.home.describe(item.local) for item in items]
         serves: tuple[TensorHandle, ...] | None = None
         if self._atomic:
@@ -322,6 +326,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
                 await self._leave()
         finally:
             self._shadows = None
+            self._use.let_go()
 
     def hear(self, message: Announced | ClaimLost) -> None:
         """Not for users. News from the agent."""

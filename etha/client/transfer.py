@@ -312,7 +312,7 @@ async def _once(
     swapped: Collection[int] = ()
     try:
         if verb == "recv" and registration.pages is not None:
-            swapped = await _swap(registration, registration.pages, shield)
+            swapped = await shield.finish(_swap(registration, registration.pages, shield))
         copied = registration.stage.without(swapped)
         if verb == "send" or copied.quick:
             _take_over(registration, verb, moved, copied)
@@ -338,6 +338,11 @@ async def _once(
 
 async def _swap(registration: Registration, pages: PageExchange, shield: Shield) -> Collection[int]:
     """Exchange shadows with their tensors; returns those entries, which hold the new version now."""
+    async with registration.connection.segments.exchanging:
+        return await _exchange(registration, pages, shield)
+
+
+async def _exchange(registration: Registration, pages: PageExchange, shield: Shield) -> Collection[int]:
     tensors, shadows, connection = registration.locals, registration.shadows, registration.connection
     assert shadows is not None  # it has received into them
     if len(tensors) <= MANY:

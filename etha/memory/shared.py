@@ -114,6 +114,13 @@ class _Registry:
             for id in ids:
                 self._holders.setdefault(id, weakref.WeakSet()).add(holder)
 
+    def hold_at(self, holder: object, address: int, nbytes: int) -> SharedSegment | None:
+        with self._lock:
+            if (found := self.find(address, nbytes)) is None:
+                return None
+            self.hold(holder, [found[0].id])
+            return found[0]
+
     def let_go(self, holder: object, ids: Iterable[str]) -> None:
         with self._lock:
             for id in ids:
@@ -193,6 +200,14 @@ def at(address: int) -> SharedSegment | None:
 def hold(holder: object, ids: Iterable[str]) -> None:
     """Note that ``holder`` uses these segments, as long as it lives, so that nobody else exchanges them."""
     _registry.hold(holder, ids)
+
+
+def hold_at(holder: object, address: int, nbytes: int) -> SharedSegment | None:
+    """The segment in which this memory lies now, held by ``holder``; None if it lies in none.
+
+    Hold first and ask where a tensor lies afterwards: in between it may change its segment.
+    """
+    return _registry.hold_at(holder, address, nbytes) if nbytes else None
 
 
 def let_go(holder: object, ids: Iterable[str]) -> None:

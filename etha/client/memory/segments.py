@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import torch
+
 from etha.bus.link import AgentLink
 from etha.bus.messages import LetGo, Released
 from etha.client.memory.base import TensorMemory
 from etha.memory import shared
-from etha.memory.handles import TensorHandle
+from etha.memory.handles import TensorHandle, span_nbytes
 
 #: Most segments of one request.
 _MOST = 1 << 15
@@ -32,6 +34,9 @@ class SharedSegments:
         self._uses: set[SegmentUse] = set()
         #: Prevents that a segment is shared again while it is being unmapped.
         self._changing = asyncio.Lock()
+        #: Held from an exchange of segments until the agent has confirmed it, and while a registration finds out where
+        #: its tensors lie. So the agent never hears of a place that is about to change.
+        self.exchanging = asyncio.Lock()
 
     def use(self) -> SegmentUse:
         """The segments of one more registration."""
@@ -53,7 +58,7 @@ class SharedSegments:
     async def release(self, use: SegmentUse, timeout: float) -> None:
         """See ``SegmentUse.release``."""
         self._uses.discard(use)
-        shared.let_go(use, use.names)
+        use.let_go()
         async with self._changing:
             while unused := sorted(self._shown.difference(*(other.names for other in self._uses)))[:_MOST]:
                 # Even if no answer comes: sharing a segment that the agent still has does no harm.
@@ -69,6 +74,20 @@ class SegmentUse:
     def __init__(self, segments: SharedSegments) -> None:
         self._segments = segments
         self.names: set[str] = set()
+        #: Those of its tensors, from the moment at which it was found out where they lie.
+        self.held: set[str] = set()
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """From now on nobody else exchanges the segments in which these lie."""
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                nbytes = span_nbytes(tensor.shape, tensor.stride(), tensor.itemsize)
+                if (segment := shared.hold_at(self, tensor.data_ptr(), nbytes)) is not None:
+                    self.held.add(segment.id)
+
+    def let_go(self) -> None:
+        """Others may exchange all of them. Idempotent."""
+        shared.let_go(self, self.names | self.held)
 
     async def show(self, handles: Iterable[TensorHandle], timeout: float) -> None:
         """Let the agent map every segment that the handles name and that it has not mapped."""

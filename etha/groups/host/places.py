@@ -48,16 +48,14 @@ class OwnPlaces:
             if not nbytes:
                 rows.append(_PLACE.pack(-1, 0, 0, 0))
                 continue
-            found = shared.find(tensor.data_ptr(), nbytes)
-            segment = None if found is None else shared.segment(found[0])
-            if found is None or segment is None:
+            segment = shared.hold_at(self, tensor.data_ptr(), nbytes)
+            if segment is None:
                 return None
             inode = self._inodes.get(segment.id)
             if inode is None:
-                shared.hold(self, [segment.id])
                 inode = self._inodes[segment.id] = os.fstat(segment.fd).st_ino
             inodes.add(inode)
-            rows.append(_PLACE.pack(segment.fd, inode, segment.nbytes, found[1]))
+            rows.append(_PLACE.pack(segment.fd, inode, segment.nbytes, tensor.data_ptr() - segment.address))
         return _COUNT.pack(len(rows)) + b"".join(rows), frozenset(inodes)
 
     def all_known(self, inodes: frozenset[int]) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import etha
 from etha.bus.messages import ExchangeSegments
-from etha.client import transfer
+from etha.client import registration, transfer
 from etha.client.memory.base import StagedTensors
 from etha.groups.host.places import OwnPlaces
 from etha.memory import pages
@@ -203,6 +203,57 @@ async def test_a_tensor_of_two_open_batches_is_copied(site: Site, pair: str, cap
         handles = await others.register("third", lambda side, rank: ({"w": given[side]}, {}))
         await others.move(handles, source="inference")
         assert value_of({"w": seen}) == 4
+
+
+@ONE_AGENT
+@pytest.mark.parametrize("same", [True, False], ids=["same client", "another"])
+async def test_a_version_comes_while_a_tensor_is_registered(
+    site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    """After it was found out where the tensor lies, and before the agent hears of that (a large one is staged then)."""
+    real = registration.stage
+    async with Swap(site, pair, made=large) as swap, Sides(site, f"{pair}-2") as others:
+        if same:
+            await others.clients["inference", 0].close()
+            others.clients["inference", 0] = swap.sides.clients["inference", 0]
+        assert await swap.move(1) == {LARGE}
+        await others.meet(device_mesh=(1,), placements=[Replicate()])
+        mine, seen = swap.held["inference", 0]["w"], list[set[int]]()
+
+        async def stage(home: Any, tensors: list[torch.Tensor], chosen: list[bool]) -> StagedTensors:
+            if not seen and tensors[0].data_ptr() == mine.data_ptr():
+                seen.append(set())
+                seen[0] = await swap.move(2)
+            return await real(home, tensors, chosen)
+
+        monkeypatch.setattr(registration, "stage", stage)
+        target = torch.zeros_like(mine)
+        given = {"inference": mine, "trainer": target}
+        handles = await others.register("second", lambda side, rank: ({"w": given[side]}, {}))
+        await others.move(handles, source="inference")
+        assert value_of({"w": target}) == 2
+        assert seen == [{0}]
+
+
+@ONE_AGENT
+@pytest.mark.parametrize("atomic", [True, False], ids=["shadow", "tensor"])
+async def test_a_tensor_from_which_a_subscriber_serves_is_copied(site: Site, pair: str, atomic: bool) -> None:
+    """Its agent keeps the memory from which it sends. With ``atomic`` that is the shadow, and the tensor is free."""
+    name = f"{pair}-policy"
+    options: dict[str, Any] = {"expected_world_size": 1, "rank": 0, "device_mesh": (1,)}
+    options["placements"] = {"w": [Replicate()]}
+    async with (
+        Swap(site, pair, made=large) as swap,
+        site.client("trainer", 0) as trainer,
+        site.client("inference", 0) as replica,
+    ):
+        mine = swap.held["inference", 0]["w"]
+        publication = await trainer.publish(name, {"w": torch.zeros_like(mine)}, **options)
+        subscription = await replica.subscribe(name, {"w": mine}, subscriber="r", atomic=atomic, **options)
+        assert await swap.move(1) == {LARGE if atomic else 0}
+        await subscription.close()
+        await publication.close()
+        assert await swap.move(2) == {LARGE}
 
 
 @ONE_AGENT
