@@ -25,7 +25,7 @@ from etha.bus.messages import ExchangeSegments, Moved, Progress, Pull, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.memory.base import Mark, StagedTensors
-from etha.client.memory.exchange import MANY, PageExchange
+from etha.client.memory.exchange import PageExchange
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -345,10 +345,7 @@ async def _swap(registration: Registration, pages: PageExchange, shield: Shield)
 async def _exchange(registration: Registration, pages: PageExchange, shield: Shield) -> Collection[int]:
     tensors, shadows, connection = registration.locals, registration.shadows, registration.connection
     assert shadows is not None  # it has received into them
-    if len(tensors) <= MANY:
-        done = pages.exchange(tensors, shadows)
-    else:
-        done = await shield.in_thread(lambda: pages.exchange(tensors, shadows))
+    done = await shield.in_thread(lambda: pages.exchange(tensors, shadows))
     if not done:
         return done
     message = ExchangeSegments(batch=registration.batch, epoch=registration.pair.epoch, segments=tuple(done.values()))
@@ -361,7 +358,7 @@ async def _exchange(registration: Registration, pages: PageExchange, shield: Shi
             await shield.finish(leave(registration, "its agent has not confirmed that it has exchanged pages", _GRACE))
     except EthaError as error:
         pages.give_up(f"the agent does not exchange its mappings: {error.message}")
-        if pages.restore(done, tensors, shadows):
+        if await shield.in_thread(lambda: pages.restore(done, tensors, shadows)):
             return ()
         await shield.finish(leave(registration, "its agent maps other pages than this worker", _GRACE))
     return done

@@ -131,7 +131,9 @@ class _Registry:
 
     def exchange(self, holder: object, first: int, second: int) -> tuple[str, str]:
         with self._lock:
-            one, other = self._segments[first], self._segments[second]
+            one, other = self._segments.get(first), self._segments.get(second)
+            if one is None or other is None or one.nbytes != other.nbytes:
+                raise ExchangeError("its memory was replaced")
             if why := self._kept(holder, one) or self._kept(holder, other):
                 raise ExchangeError(why)
             try:
@@ -226,8 +228,9 @@ class ExchangeError(Exception):
 def exchange(holder: object, first: int, second: int) -> tuple[str, str]:
     """Put the segment at address ``second`` where the one at ``first`` is, and that one there; their ids, as they were.
 
-    No data is copied. Both have equal size. ExchangeError if somebody but ``holder`` uses one of them, a child of this
-    process may see them, or the kernel refuses.
+    No data is copied. ExchangeError if there are not two segments of equal size, somebody but ``holder`` uses one of
+    them, a child of this process may see them, or the kernel refuses. Not on the main thread, where a signal's handler
+    may raise an exception between two steps.
     """
     return _registry.exchange(holder, first, second)
 

@@ -24,9 +24,6 @@ from etha.memory.handles import is_dense
 
 log = logging.getLogger(__name__)
 
-#: More tensors than this are exchanged by a thread: 25 us each.
-MANY = 64
-
 
 def why_copied(tensor: torch.Tensor) -> str:
     """Why the memory of a tensor cannot be exchanged whatever happens; "" if it can."""
@@ -51,6 +48,7 @@ class PageExchange:
         """``what``: names the batch. ``segments``: those that it uses, and nobody else may."""
         self._what, self._names, self._segments = what, names, segments
         self._why = [why_copied(tensor) for tensor in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._warned: set[str] = set()
         #: Because of the kernel: it does not change its mind.
         self._over = False
@@ -72,14 +70,18 @@ class PageExchange:
         return staged
 
     def exchange(self, tensors: Sequence[torch.Tensor], stage: StagedTensors) -> dict[int, tuple[str, str]]:
-        """Exchange each tensor with its place in ``stage``, as far as possible: item -> the ids of the two segments."""
+        """Exchange each tensor with its place in ``stage``, as far as possible: item -> the ids of the two segments.
+
+        Not on the main thread. Whoever calls it has to say what was exchanged to the agent, whatever happens."""
         done: dict[int, tuple[str, str]] = {}
         locked = _locked() if not self._over else []
         for i, tensor in enumerate(tensors):
             place = stage.tensors[i]
             if self._why[i] or self._over or place is None:
                 continue
-            if why := _pinned(tensor, locked):
+            # The user may have replaced its memory since the call began, also in on_commit.
+            moved = "" if tensor.data_ptr() == self._addresses[i] else "its memory was replaced"
+            if why := moved or _pinned(tensor, locked):
                 self._warn(i, why)
                 continue
             try:

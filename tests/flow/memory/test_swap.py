@@ -491,6 +491,42 @@ async def test_on_commit_comes_first_and_autograd_hears(site: Site, pair: str) -
 
 
 @ONE_AGENT
+async def test_memory_that_is_replaced_in_on_commit(site: Site, pair: str) -> None:
+    """As torch.multiprocessing does to a tensor that it gets. The new version comes there, by a copy. The others are
+    swapped, and the next call says what has happened."""
+    async with Swap(site, pair, made=several) as swap:
+        assert await swap.move(1) == {4 * LARGE}
+        held = swap.held["inference", 0]
+        fill(swap.held["trainer", 0], 2)
+        moved = await swap.sides.move(swap.handles, inference={"on_commit": held["b"].share_memory_})
+        result = moved["inference", 0]
+        assert value_of(held) == 2 and result.swapped == 3 * LARGE, result
+        with pytest.raises(etha.RegistrationError, match="'b'"):
+            await swap.handles["inference", 0].transfer("recv")
+        await asyncio.gather(*(handle.close() for handle in swap.handles.values()))
+        swap.addresses["inference", 0] = [tensor.data_ptr() for tensor in held.values()]
+        await swap.register()
+        for value in (3, 4):
+            assert await swap.move(value) == {3 * LARGE}
+
+
+@ONE_AGENT
+async def test_no_signal_comes_between_two_steps(site: Site, pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handlers of signals, which may raise, run on the main thread only."""
+    where: set[bool] = set()
+    real = pages._move
+
+    def move(*args: Any, **options: Any) -> None:
+        where.add(threading.current_thread() is threading.main_thread())
+        real(*args, **options)
+
+    monkeypatch.setattr(pages, "_move", move)
+    async with Swap(site, pair, made=large) as swap:
+        assert await swap.move(1) == {LARGE}
+    assert where == {False}
+
+
+@ONE_AGENT
 async def test_tied_names_are_one_tensor(site: Site, pair: str) -> None:
     def tied(side: str) -> dict[str, torch.Tensor]:
         one = etha.empty((ROWS // 2, COLUMNS))

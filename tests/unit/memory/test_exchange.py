@@ -160,6 +160,16 @@ def test_a_kernel_that_refuses_a_step(step: int, monkeypatch: pytest.MonkeyPatch
     assert values(a, b) == [{3}, {2}]
 
 
+def test_only_two_segments_of_one_size_are_exchanged() -> None:
+    a, b = two(HUGE)
+    large, plain = empty((2 * HUGE,), torch.uint8).fill_(3), torch.full((HUGE,), 4, dtype=torch.uint8)
+    for first, second in ((a, large), (large, a), (a, plain), (plain, b), (a[1:], b)):
+        with pytest.raises(shared.ExchangeError, match="its memory was replaced") as raised:
+            shared.exchange(None, first.data_ptr(), second.data_ptr())
+        assert not raised.value.refused
+    assert values(a, b, large, plain) == [{1}, {2}, {3}, {4}]
+
+
 def test_who_else_holds_a_segment_prevents_it() -> None:
     class Holder:
         pass
