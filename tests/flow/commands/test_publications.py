@@ -66,9 +66,9 @@ def test_who_holds_what_and_who_is_fed_by_whom(runtime: Path) -> None:
             assert sorted(holders["trainer"]) == [7, 8] and holders["replica-7"] == [7]
             [same] = json.loads(etha("publications", "policy", "--json").stdout)["publications"]
             assert (same["publication"], same["version"], len(same["holders"])) == ("policy", 8, 2)
-            unknown = etha("publications", "polcy")
+            unknown = etha("publications", "policies")
             assert unknown.returncode == 1 and unknown.stdout == ""
-            assert "config: namespace 'default' has no publication 'polcy'; it has policy" in unknown.stderr
+            assert "config: namespace 'default' has no publication 'policies'; it has policy" in unknown.stderr
             table = etha("publications").stdout
             assert "policy: version 8 (seq 2)" in table and "replica-7" in table and "behind" in table
             with watching() as lines:
