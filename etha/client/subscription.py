@@ -36,6 +36,7 @@ from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
 from etha.client.manifest import PairDefaults, TensorManifest
 from etha.client.memory.base import StagedTensors
+from etha.client.memory.segments import SegmentUse
 from etha.client.one_process import OfOneProcess
 from etha.client.publication import Lost, Slots, entries_of, give_segments
 from etha.client.registration import Registration
@@ -185,7 +186,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         self._timeout, self._check_usable, self._closed = timeout, check_usable, closed
         self._unmoved = manifest.unmoved()
         self._shadows: StagedTensors | None = None
-        self._use = connection.segments.use()
+        #: Of the tensors from which it serves, if it serves from them.
+        self._use: SegmentUse | None = None
         #: What it holds: the newest version received whole, or none.
         self._seq, self._version = 0, None  # type: tuple[int, Version]
         #: What ``next`` asks for something newer than: 0 after a hop in place that was aborted, although only some
@@ -238,6 +240,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         """Not for users. Give the agent what it serves, and wait until all ranks of the subscriber have come."""
         connection, items = self._connection, self._manifest.items
         if self._serve and not self._atomic:  # its agents keep what its tensors lie in
+            self._use = connection.segments.use()
             async with connection.segments.exchanging:
                 self._use.hold(item.local for item in items)
         live = [connection.home.describe(item.local) for item in items]
@@ -326,7 +329,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
                 await self._leave()
         finally:
             self._shadows = None
-            self._use.let_go()
+            if self._use is not None:
+                self._use.let_go()
 
     def hear(self, message: Announced | ClaimLost) -> None:
         """Not for users. News from the agent."""

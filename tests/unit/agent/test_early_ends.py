@@ -188,7 +188,7 @@ async def test_an_epoch_that_is_over_is_no_trouble_if_its_agents_did_not_meet(
     async def form(*_: Any) -> None:
         raise AgentUnavailableError("agents b did not meet this one within 10 s")
 
-    service._links = SimpleNamespace(form=form)
+    service._links = SimpleNamespace(form=form, forget=lambda pair, epoch: None)
     one.pairs.sever = AsyncMock()  # type: ignore[attr-defined]
     await service._meet(known, 1, {"A", "b"})
     await one.turns()
