@@ -259,11 +259,14 @@ class Runtime(Driver):
     def launch(self, uuid: str, stream: int, work: Callable[[], None]) -> None:
         """``work`` runs now, in this thread; what it asks of the device is queued."""
         ordinal = self._ordinal(uuid)
+        device = torch.device("cuda", ordinal)
         external: Any = torch.cuda.ExternalStream
+        # ExternalStream(0) is not the default stream, but a new one that is not ordered with it.
+        queue = external(stream, device=device) if stream else torch.cuda.default_stream(device)
         try:
             # The device first: torch.cuda.stream alone returns to the former device's stream by cudaSetDevice, which
             # makes a context there (on GPU 0 for every agent of another GPU). torch.cuda.device returns without one.
-            with torch.cuda.device(ordinal), torch.cuda.stream(external(stream, device=torch.device("cuda", ordinal))):
+            with torch.cuda.device(ordinal), torch.cuda.stream(queue):
                 work()
         except Exception as error:
             if (failure := failed(f"launch on {uuid}", error, self._rt)) is None:

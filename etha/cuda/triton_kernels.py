@@ -8,7 +8,7 @@ the bits that torch produces on the same device. The rest goes to torch_kernels.
 torch (a conversion would quieten NaNs). Rounding to bfloat16 is done in integers: to the nearest, ties to even, and any
 NaN becomes 0x7FFF, as in torch on every GPU that has bfloat16. From float64 and between the 16-bit floats torch goes
 through float32 and rounds twice, and so does this file. float16, float32 and float64 among each other are the same
-instructions in both. No float8 pair is cast here, because torch and Triton differ in NaNs and in values too large for
+instructions in both, but for a NaN that goes from float16 to float64: torch has one by way of float32. No float8 pair is cast here, because torch and Triton differ in NaNs and in values too large for
 the format.
 """
 
@@ -53,6 +53,8 @@ _TYPES = {dtype: getattr(tl, str(dtype).removeprefix("torch.")) for pair in PAIR
 _SOURCE, _TARGET, _TOTAL, _RUN = (tl.constexpr(i) for i in (SOURCE, TARGET, TOTAL, RUN))
 _RANK, _WIDTH, _COUNTS = (tl.constexpr(i) for i in (RANK, WIDTH, COUNTS))
 _SOURCE_STEPS, _TARGET_STEPS = tl.constexpr(SOURCE_STEPS), tl.constexpr(TARGET_STEPS)
+#: Any NaN of float16 as float64, as torch has it on a GPU.
+_WIDE_NAN = tl.constexpr(0x7FFFFFFFE0000000)
 _COLUMNS, _UNITS, _BLOCK = tl.constexpr(COLUMNS), tl.constexpr(UNITS), tl.constexpr(BLOCK)
 
 
@@ -153,6 +155,11 @@ def _cast(value, source: tl.constexpr, target: tl.constexpr):  # type: ignore[no
         return _rounded(value.to(tl.float32))
     elif source == tl.float64 and target == tl.float16:
         return value.to(tl.float32).to(target)
+    elif source == tl.float16 and target == tl.float64:
+        # A compiler makes one step of two, and that step keeps a NaN's bits.
+        nan = (value.to(tl.uint16, bitcast=True) & 0x7FFF) > 0x7C00
+        bits = value.to(target).to(tl.int64, bitcast=True)
+        return tl.where(nan, _WIDE_NAN, bits).to(target, bitcast=True)
     else:
         return value.to(target)
 

@@ -13,6 +13,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, TypeVar
@@ -545,12 +546,13 @@ def _register_for_compile(cls: type[ProcessGroup]) -> None:
     except ImportError:
         return
     names = ("size", "rank", "_get_backend_name", "group_name", "group_desc", "__eq__", "__ne__")
-    register_opaque_type(
-        cls,
-        typ="reference",
-        guard_fn=lambda group: [group.size(), group.rank()],
-        members=dict.fromkeys(names, MemberType.USE_REAL),
-    )
+    with suppress(TypeError):  # torch 2.11 takes no classes that derive from its own process group
+        register_opaque_type(
+            cls,
+            typ="reference",
+            guard_fn=lambda group: [group.size(), group.rank()],
+            members=dict.fromkeys(names, MemberType.USE_REAL),
+        )
 
 
 _register_for_compile(ProcessGroup)

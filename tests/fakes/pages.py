@@ -1,7 +1,8 @@
 """Memory of a fake GPU: pages of a memfd at an address that stays reserved, so that late accesses are seen.
 
 Given back, the pages become private ones full of POISON: whoever still reads gets that, whoever still writes is found
-by ``spoilt``. Importers hold a shared flock on a description of their own, which the kernel drops when they die.
+by ``spoilt``. New memory begins where the last one ended, as on a card, so that a copy that runs from one into the next
+is seen. Importers hold a shared flock on a description of their own, which the kernel drops when they die.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 
 PAGE = mmap.PAGESIZE
 POISON = 0xDB
+_NO_ACCESS, _NORESERVE = 0, 0x4000
 _RW, _FIXED, _FAILED = mmap.PROT_READ | mmap.PROT_WRITE, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -27,9 +30,36 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
+class _Arena:
+    """Addresses of this process for memory of cards, one behind the other."""
+
+    SIZE = 1 << 40
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = self._end = 0
+
+    def take(self, nbytes: int) -> int:
+        with self._lock:
+            if self._next + nbytes > self._end:
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+                self._next = _mapped(None, self.SIZE, _NO_ACCESS, flags, -1)
+                self._end = self._next + self.SIZE
+            found, self._next = self._next, self._next + nbytes
+            return found
+
+
+_arena = _Arena()
+
+
 def _map(address: int | None, nbytes: int, fd: int) -> int:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd < 0 else mmap.MAP_SHARED
-    found = _libc.mmap(address, rounded(nbytes), _RW, flags | (_FIXED if address else 0), fd, 0)
+    at = address or _arena.take(rounded(nbytes))
+    return _mapped(at, rounded(nbytes), _RW, flags | _FIXED, fd)
+
+
+def _mapped(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if found is None or found == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return int(found)

@@ -95,10 +95,13 @@ class Copier:
         """Compile the operations, in any order. Waits for the upload of their table."""
         return self._compile(ops, keep=True)
 
-    def compile_tiles(self, tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Launch:
-        """Compile ``tiles[tile[i]]`` from address ``source[i]`` to ``target[i]``, all within the device's reach."""
+    def compile_tiles(self, tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints, pair: Ints) -> Launch:
+        """Compile ``tiles[tile[i]]`` from address ``source[i]`` to ``target[i]``, all within the device's reach.
+
+        ``pair[i]`` numbers the two tensors.
+        """
         nbytes = np.array([t.nbytes for t in tiles], np.int64)[tile]
-        return self._uploaded(build(tiles, tile, source, target), (), int(nbytes.sum()), keep=True)
+        return self._uploaded(build(tiles, tile, source, target, pair), (), int(nbytes.sum()), keep=True)
 
     def enqueue(self, launch: Launch, stream: int) -> None:
         """Queue it. The memory must stay until ``stream`` has got so far. ValueError if plain host memory is in it."""
@@ -188,8 +191,10 @@ class Copier:
         source += np.array([op.source_offset for op in ops], np.int64) * item[tile, 0]
         target = np.array([op.target.address for op in ops], np.int64)
         target += np.array([op.target_offset for op in ops], np.int64) * item[tile, 1]
+        pairs: dict[tuple[int, int], int] = {}
+        pair = np.array([pairs.setdefault((id(op.source), id(op.target)), len(pairs)) for op in ops], np.int64)
         nbytes = np.array([t.nbytes for t in tiles], np.int64)[tile].sum() + sum(op.tile.nbytes for op in bounced)
-        return self._uploaded(build(tiles, tile, source, target), bounced, int(nbytes), keep=keep)
+        return self._uploaded(build(tiles, tile, source, target, pair), bounced, int(nbytes), keep=keep)
 
     def _uploaded(self, tables: Tables, bounced: Sequence[Op], nbytes: int, *, keep: bool) -> Launch:
         copies = [(t, s, n) for t, s, n in tables.copies.tolist()]

@@ -1,7 +1,8 @@
 """Copies as descriptor tables for fused kernels (etha/cuda/kernels.py), built by numpy for all tiles at once.
 
-After neighbours are joined, long ranges that are contiguous at both ends are left to ``driver.copy``. Rows that copy
-bits use the widest unit that their addresses, steps and runs allow, whatever their dtype.
+After neighbours of the same two tensors are joined, long ranges that are contiguous at both ends are left to
+``driver.copy``. Neighbours of different tensors are not: CUDA refuses a copy that runs from one allocation into the
+next, even where their addresses touch. Rows that copy bits use the widest unit that their addresses, steps and runs allow, whatever their dtype.
 """
 
 from __future__ import annotations
@@ -82,9 +83,10 @@ class _Form(NamedTuple):
 _Rows = tuple[tuple[_Form, int, int], ...]
 
 
-def build(tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Tables:
+def build(tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints, pair: Ints) -> Tables:
     """Tables of the copies ``tiles[tile[i]]`` from address ``source[i]`` to address ``target[i]``.
 
+    Copies of equal ``pair[i]`` lie in one allocation at either end.
     ReachError if a tensor that is to be cast does not begin at a multiple of its dtype's size.
     """
     forms: dict[_Form, int] = {}
@@ -105,10 +107,10 @@ def build(tiles: Sequence[Tile], tile: Ints, source: Ints, target: Ints) -> Tabl
     else:
         ends = np.cumsum(counts)
         entry = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts[tile] - ends + counts, counts)
-        source, target = np.repeat(source, counts), np.repeat(target, counts)
+        source, target, pair = np.repeat(source, counts), np.repeat(target, counts), np.repeat(pair, counts)
     source = source + np.array(source_at, np.int64)[entry]
     target = target + np.array(target_at, np.int64)[entry]
-    return _tables(tuple(forms), np.array(form, np.int64)[entry], source, target)
+    return _tables(tuple(forms), np.array(form, np.int64)[entry], source, target, pair)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -150,10 +152,10 @@ def _split(axes: Axes) -> tuple[int, list[BoxAxis]]:
     return run, outer
 
 
-def _tables(forms: Sequence[_Form], form: Ints, source: Ints, target: Ints) -> Tables:
+def _tables(forms: Sequence[_Form], form: Ints, source: Ints, target: Ints, pair: Ints) -> Tables:
     flat = np.array([not f.axes and f.dtypes[0] is None for f in forms], bool)[form]
     runs = np.array([f.run for f in forms], np.int64)
-    joined = _joined(source[flat], target[flat], runs[form[flat]])
+    joined = _joined(source[flat], target[flat], runs[form[flat]], pair[flat])
     long = joined[:, 2] >= LONG
     short = joined[~long]
     template = np.array([_template(f) for f in forms], np.int64).reshape(len(forms), COLUMNS)
@@ -215,14 +217,15 @@ def _pieces(total: Ints) -> Ints:
     return pieces
 
 
-def _joined(source: Ints, target: Ints, nbytes: Ints) -> Ints:
-    """Rows of (target, source, bytes); rows that touch at both ends are joined."""
+def _joined(source: Ints, target: Ints, nbytes: Ints, pair: Ints) -> Ints:
+    """Rows of (target, source, bytes); rows of one pair that touch at both ends are joined."""
     order = np.argsort(target, kind="stable")
     rows = np.stack((target[order], source[order], nbytes[order]), axis=1)
     if len(rows) < 2:
         return rows
+    pair = pair[order]
     ends = rows[:-1, :2] + rows[:-1, 2:]
-    starts = np.flatnonzero(np.append(True, (rows[1:, :2] != ends).any(axis=1)))
+    starts = np.flatnonzero(np.append(True, (rows[1:, :2] != ends).any(axis=1) | (pair[1:] != pair[:-1])))
     joined = rows[starts]
     joined[:, 2] = np.add.reduceat(rows[:, 2], starts)
     return joined

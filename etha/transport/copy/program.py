@@ -178,7 +178,9 @@ class Program:
             begin = np.array([(source.address, target.address) for source, target in ends], np.int64)[pair]
             source = begin[:, 0] + self.source[rows] * item[:, 0]
             target = begin[:, 1] + self.target[rows] * item[:, 1]
-            found = self.launches[index] = copier.compile_tiles(tiles, tile.astype(np.int64), source, target)
+            found = self.launches[index] = copier.compile_tiles(
+                tiles, tile.astype(np.int64), source, target, pair.astype(np.int64)
+            )
         return found
 
     def release(self) -> None:

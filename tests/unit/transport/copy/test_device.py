@@ -208,7 +208,35 @@ def test_a_table_goes_with_its_program() -> None:
         run(compiled(plan, source, target), copier)
 
 
-def test_long_neighbours_are_one_copy_and_no_launch() -> None:
+def test_long_neighbours_of_different_tensors_are_a_copy_each() -> None:
+    """A card refuses a copy that runs from one allocation into the next, although their addresses touch."""
+    half = 1 << 20
+    names = ("a", "b")
+    spec = TensorSpec((half,), torch.uint8, Layout((1,), [Replicate()]))
+    plan = local_plan(dict.fromkeys(names, spec), dict.fromkeys(names, spec), 1, 1)
+    with card() as (driver, copier):
+        source = {n: on_card(driver, torch.randint(0, 255, (half,), dtype=torch.uint8)) for n in names}
+        target = {n: driver.empty(GPU0, (half,), torch.uint8) for n in names}
+        for held in (source, target):
+            assert held["a"].data_ptr() + half == held["b"].data_ptr()
+        run(compiled(plan, {0: source}, {0: target}), copier)
+        assert (driver.calls["copy"], driver.calls["launch"]) == (2, 0)
+        assert all(torch.equal(target[n], source[n]) for n in names)
+
+
+def test_long_neighbours_of_one_pair_of_tensors_are_one_copy_and_no_launch() -> None:
+    rows = 3 * PIECE // 2
+    spec = TensorSpec((2, rows), torch.uint8, Layout((1,), [Replicate()]))
+    plan = local_plan({"t": spec}, {"t": spec}, 1, 1)
+    with card() as (driver, copier):
+        source = on_card(driver, torch.randint(0, 255, (2, rows), dtype=torch.uint8))
+        target = driver.empty(GPU0, (2, rows), torch.uint8)
+        run(compiled(plan, {0: {"t": source}}, {0: {"t": target}}), copier)
+        assert (driver.calls["copy"], driver.calls["launch"]) == (1, 0)
+        assert torch.equal(target, source)
+
+
+def test_long_neighbours_of_two_ranks_are_a_copy_each_and_no_launch() -> None:
     source = TensorSpec((3 << 20,), torch.uint8, Layout((2,), [Shard(0)]))
     plan = local_plan({"t": source}, {"t": TensorSpec((3 << 20,), torch.uint8, Layout((1,), [Replicate()]))}, 2, 1)
     full = torch.randint(0, 255, (3 << 20,), dtype=torch.uint8)
@@ -217,7 +245,7 @@ def test_long_neighbours_are_one_copy_and_no_launch() -> None:
         target = {0: {"t": driver.empty(GPU0, (3 << 20,), torch.uint8)}}
         program = compiled(plan, {r: {"t": whole[r * 3 << 19 : (r + 1) * 3 << 19]} for r in range(2)}, target)
         run(program, copier)
-        assert (driver.calls["copy"], driver.calls["launch"]) == (1, 0)
+        assert (driver.calls["copy"], driver.calls["launch"]) == (2, 0)
         assert torch.equal(target[0]["t"], full)
 
 
