@@ -1,12 +1,14 @@
 """Where a rank of the demo computes, and by which backends its job's process group communicates.
 
 cpu     everything on the host, gloo
-cuda    ranks round robin over the GPUs, the inference job's after the trainer's. NCCL takes one rank per GPU, so if
-        ranks of a job share a GPU, gloo moves their device tensors, too, through the host
+cuda    ranks round robin over the GPUs, the inference job's after the trainer's; NCCL for tensors on a GPU. NCCL refuses
+        two ranks of one host on one GPU, so ranks of a job that share one say that they are hosts of their own, and talk
+        over loopback. (gloo cannot stand in: with tensors on a GPU its gathering ends the process.)
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,14 @@ from etha.demo.options import RANKS, Options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSeat:
-    """``device`` is "cpu" or "cuda:N". ``backend`` is for ``init_process_group``; CPU tensors always use gloo."""
+    """``device`` is "cpu" or "cuda:N". ``backend`` is for ``init_process_group``; CPU tensors always use gloo.
+
+    ``host``: the name of a host of its own for NCCL; "" if it shares no GPU with another rank of its job.
+    """
 
     device: str
     backend: str
+    host: str = ""
 
     @property
     def kind(self) -> str:
@@ -29,6 +35,9 @@ class DemoSeat:
 
     def take(self) -> None:
         """Make it this process's device, before the process group and meshes, which would choose one themselves."""
+        if self.host:
+            alone = {"NCCL_HOSTID": self.host, "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}
+            os.environ.update(alone)
         if self.kind == "cuda":
             torch.cuda.set_device(self.device)
             torch.empty(0, device=self.device)  # from here on the device counts as chosen
@@ -38,8 +47,8 @@ def seat(job: str, rank: int, options: Options) -> DemoSeat:
     if options.device == "cpu":
         return DemoSeat(device="cpu", backend="gloo")
     before = sum(RANKS[other] for other in list(RANKS)[: list(RANKS).index(job)])
-    backend = "gloo" if RANKS[job] > options.cards else "cpu:gloo,cuda:nccl"
-    return DemoSeat(device=f"cuda:{(before + rank) % options.cards}", backend=backend)
+    host = f"{job}-{rank}" if RANKS[job] > options.cards else ""
+    return DemoSeat(device=f"cuda:{(before + rank) % options.cards}", backend="cpu:gloo,cuda:nccl", host=host)
 
 
 def cards(device: str) -> int:

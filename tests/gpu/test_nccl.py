@@ -55,13 +55,22 @@ def transports(company: Company, batch: str) -> set[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}, {"verify": "full"}], ids=["plain", "atomic", "verified"])
-def test_every_kind_arrives_by_nccl(company: Company, options: dict[str, Any]) -> None:
+def test_every_kind_arrives(company: Company, options: dict[str, Any]) -> None:
+    """By NCCL, but for a batch that is both verified and reduced, which goes over streams."""
+    way = "tcp" if "verify" in options else "nccl"
     for source in ("trainer", "inference"):
         company.all(acts.register, source, 24, source, options)
         for version in (1, 2, 3):
             company.all(acts.move, source, version)
-        assert transports(company, source) == {"nccl"}
+        assert transports(company, source) == {way}
         company.all(acts.leave_batch, source)
+
+
+def test_a_batch_that_is_verified_goes_by_nccl(company: Company) -> None:
+    company.all(acts.register_one, 16, {"verify": "full"})
+    for version in (1, 2, 3):
+        company.all(acts.move_one, version)
+    assert transports(company, "one") == {"nccl"}
 
 
 def test_a_snapshot_arrives_by_nccl(company: Company) -> None:

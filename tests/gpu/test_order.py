@@ -18,8 +18,12 @@ CYCLES = 2_000_000_000
 
 def behind(me: SimpleNamespace, snapshot: bool) -> bool:
     """A transfer called on a side stream, behind a long kernel and what it leads to; whether that was still to come."""
-    torch.cuda.synchronize()
+    # CUDA loads a kernel at its first launch, and waits for the device to do so.
+    torch.cuda._sleep(1)
+    me.one.clone().fill_(0)
     side, done = torch.cuda.Stream(), torch.cuda.Event()
+    done.record()
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):
         torch.cuda._sleep(CYCLES)
         if me.side == "trainer":
