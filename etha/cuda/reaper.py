@@ -2,9 +2,10 @@
 
     release(), or a garbage collection in any thread  --hand-->  queue  -->  cudaFree, cudaFreeHost
 
-CUDA frees memory only once all work of the context is done, and an NCCL kernel is done only when its peer comes or
-somebody aborts it. So whoever frees memory may wait for other hosts, which an event loop must not do. Only this thread
-does, and it holds nothing meanwhile that others need.
+CUDA frees memory only once all work of the context is done, and until then no other call of the process returns (seen
+on an H200: queries, copies and launches of other threads waited for as long). An NCCL kernel is done only when its peer
+comes or somebody aborts it. Behind one that waits for a dead peer, freeing memory would stop the thread that is to
+abort it. So this thread frees nothing while somebody ``holds``, as an NCCL pipeline does.
 """
 
 from __future__ import annotations
@@ -28,6 +29,21 @@ class Reaper:
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._changed = threading.Condition(threading.Lock())
+        self._holds, self._freeing = 0, False
+
+    def hold(self) -> None:
+        """Nothing is freed until as many ``let_go``. Waits for what is being freed, for which no NCCL kernel is waited
+        for."""
+        with self._changed:
+            self._holds += 1
+            self._changed.wait_for(lambda: not self._freeing)
+
+    def let_go(self) -> None:
+        """End a ``hold``."""
+        with self._changed:
+            self._holds -= 1
+            self._changed.notify_all()
 
     def begin(self) -> None:
         """Start the thread if needed. Whoever allocates calls it, because a garbage collection must not start
@@ -52,10 +68,17 @@ class Reaper:
     def _run(self) -> None:
         while True:
             give_back = self._queue.get()
+            with self._changed:
+                self._changed.wait_for(lambda: not self._holds)
+                self._freeing = True
             try:
                 give_back()
             except Exception as error:
                 log.error("memory was not given back: %s", error)
+            finally:
+                with self._changed:
+                    self._freeing = False
+                    self._changed.notify_all()
             del give_back  # a waiting thread must keep nothing alive
 
 

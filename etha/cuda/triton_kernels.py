@@ -8,8 +8,8 @@ the bits that torch produces on the same device. The rest goes to torch_kernels.
 torch (a conversion would quieten NaNs). Rounding to bfloat16 is done in integers: to the nearest, ties to even, and any
 NaN becomes 0x7FFF, as in torch on every GPU that has bfloat16. From float64 and between the 16-bit floats torch goes
 through float32 and rounds twice, and so does this file. float16, float32 and float64 among each other are the same
-instructions in both, but for a NaN that goes from float16 to float64: torch has one by way of float32. No float8 pair is cast here, because torch and Triton differ in NaNs and in values too large for
-the format.
+instructions in both, but for a NaN from float16 to float64, which torch makes by way of float32. No float8 pair is cast
+here, because torch and Triton differ in NaNs and in values too large for the format.
 """
 
 from __future__ import annotations

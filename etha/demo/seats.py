@@ -1,9 +1,9 @@
 """Where a rank of the demo computes, and by which backends its job's process group communicates.
 
 cpu     everything on the host, gloo
-cuda    ranks round robin over the GPUs, the inference job's after the trainer's; NCCL for tensors on a GPU. NCCL refuses
-        two ranks of one host on one GPU, so ranks of a job that share one say that they are hosts of their own, and talk
-        over loopback. (gloo cannot stand in: with tensors on a GPU its gathering ends the process.)
+cuda    ranks round robin over the GPUs, the inference job's after the trainer's; NCCL for tensors on a GPU. NCCL
+        refuses two ranks of one host on one GPU, so ranks of a job that share one say that they are hosts of their own,
+        and talk over loopback. (gloo cannot stand in: with tensors on a GPU its gathering ends the process.)
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ class FakeDriver(Driver):
             Device(ordinal=i, uuid=uuid, name="Fake GPU", nbytes=nbytes, capability=(9, 0))
             for i, uuid in enumerate(uuids)
         )
+        self._freeing, self._frees = threading.Condition(), set[int]()
         self._lock = threading.RLock()  # a finalizer may run while this very thread holds it
         self._here = threading.local()
         self._numbers = itertools.count(0x100)
@@ -325,9 +326,18 @@ class FakeDriver(Driver):
             self._given_back.append((block.uuid, block.pages))
 
     def _idle(self, uuid: str, what: str) -> None:
-        for stream in self._all_streams():
-            if stream.uuid == uuid and not stream.drain(PATIENCE):
-                raise self._broken(f"{what} waits for the device, and stream {stream.handle:#x} never comes to an end")
+        """Wait for all work of the device. As on a card, no other thread's call returns meanwhile."""
+        with self._freeing:
+            self._frees.add(threading.get_ident())
+        try:
+            for stream in self._all_streams():
+                if stream.uuid == uuid and not stream.drain(PATIENCE):
+                    end = f"stream {stream.handle:#x} never comes to an end"
+                    raise self._broken(f"{what} waits for the device, and {end}")
+        finally:
+            with self._freeing:
+                self._frees.discard(threading.get_ident())
+                self._freeing.notify_all()
 
     def allocate(self, uuid: str, nbytes: int) -> int:
         self._begin("allocate", uuid)
@@ -590,6 +600,10 @@ class FakeDriver(Driver):
         self.calls[method] += 1
         if self._closed:
             raise self._broken(f"{method} after the driver was shut")
+        with self._freeing:
+            me = {threading.get_ident()}
+            if not self._freeing.wait_for(lambda: not self._frees - me, PATIENCE):
+                raise self._broken(f"{method} waits for memory that is freed, which waits for the device")
         for uuid in named:
             if uuid not in {device.uuid for device in self._devices}:
                 raise DeviceError("cudaErrorInvalidDevice", f"{uuid} is not visible to this process")

@@ -235,6 +235,27 @@ class GpuMemory:
             raise kind(f"{self.name}: {what}: {error}; {advice}") from error
 
 
+def exportable(driver: Driver, zeros: torch.Tensor) -> torch.Tensor:
+    """``zeros``, or such a tensor of cudaMalloc's memory if its own has no IPC handle. DeviceError if there is none."""
+    uuid = driver.holds(zeros)
+    assert uuid is not None
+    try:
+        driver.export(driver.extent(zeros.data_ptr()).base)
+        return zeros
+    except Unexportable:
+        extent = 1 + sum((n - 1) * s for n, s in zip(zeros.shape, zeros.stride(), strict=True))
+        nbytes = -(-extent * zeros.itemsize // BLOCK) * BLOCK
+    reaper.begin()
+    address = driver.allocate(uuid, nbytes)
+    flat = driver.tensor(uuid, address, nbytes)
+    # A storage that still has a tensor keeps its Python object, whoever forgets it.
+    finalize(flat.untyped_storage(), reaper.hand, partial(_free, driver, uuid, address)).atexit = False
+    flat.zero_()
+    return torch.empty(0, dtype=zeros.dtype, device=flat.device).set_(
+        flat.untyped_storage(), 0, tuple(zeros.shape), zeros.stride()
+    )
+
+
 def _free(driver: Driver, uuid: str, address: int) -> None:
     try:
         driver.free(address)

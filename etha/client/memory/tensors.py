@@ -1,8 +1,9 @@
 """``etha.empty``, ``etha.empty_like``, ``etha.share_module``: tensors that an agent maps directly.
 
 A transfer then copies the data once, without a system call. Nothing else in Etha moves a user's tensor to other memory.
-On a GPU this is torch's own memory as its allocator gives it by default. Memory of
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or backend:cudaMallocAsync has no IPC handle, and is staged.
+On a GPU this is torch's own memory as its allocator gives it by default. With
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or backend:cudaMallocAsync torch's memory has no IPC handle: then
+``empty`` takes memory of cudaMalloc.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch.nn.parameter import is_lazy
 from etha import limits
 from etha.client.arguments.checks import check_shape, shown
 from etha.client.arguments.world import device_of
+from etha.cuda.driver import DeviceError
+from etha.cuda.select import driver
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.plan.layouts import dtypes
@@ -27,7 +30,8 @@ def empty(
 ) -> torch.Tensor:
     """A zeroed contiguous tensor of ``shape`` in memory that an agent maps: shared CPU memory, or torch's own on a GPU.
 
-    ConfigError for other devices. If torch uses expandable segments, the agent cannot map GPU memory.
+    If torch's memory there cannot be mapped (expandable segments, cudaMallocAsync), the tensor gets 2 MiB or a multiple
+    of cudaMalloc's, which are freed with it. ConfigError for other devices.
     """
     where = device_of(device)
     _check_served(where, "empty")
@@ -35,9 +39,10 @@ def empty(
     _check_dtype(dtype, "empty")
     if where.type == "cuda":
         try:
-            return torch.zeros(size, dtype=dtype, device=where)
+            made = torch.zeros(size, dtype=dtype, device=where)
         except AssertionError as error:  # a torch without CUDA
             raise ConfigError(f"etha.empty: device {where} is not here: {error}") from None
+        return _exportable(made, "empty")
     strides = [math.prod(max(n, 1) for n in size[d + 1 :]) for d in range(len(size))]
     return _allocate(size, strides, dtype)
 
@@ -52,7 +57,7 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     _check_served(tensor.device, "empty_like")
     _check_dtype(tensor.dtype, "empty_like")
     if tensor.device.type == "cuda":
-        return torch.zeros_like(tensor)
+        return _exportable(torch.zeros_like(tensor), "empty_like")
     model = torch.empty_like(tensor, device="meta")
     return _allocate(tuple(model.shape), model.stride(), model.dtype)
 
@@ -120,6 +125,18 @@ def _allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) 
         return torch.empty(tuple(shape), dtype=dtype)
     extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
     return shared.strided(shared.storage(extent * dtype.itemsize), shape, strides, dtype)
+
+
+def _exportable(made: torch.Tensor, what: str) -> torch.Tensor:
+    """A zeroed tensor of a GPU, or another one like it if no agent can map its memory."""
+    if not made.is_cuda or not made.numel() or type(made) is not torch.Tensor:  # a fake one has no memory
+        return made
+    from etha.client.memory import cuda  # for who has a GPU
+
+    try:
+        return cuda.exportable(driver(), made)
+    except DeviceError as error:
+        raise ConfigError(f"etha.{what}: {error}; `etha doctor` says more") from error
 
 
 def _check_plain(tensor: torch.Tensor, what: str) -> None:

@@ -1,8 +1,9 @@
 """Copies as descriptor tables for fused kernels (etha/cuda/kernels.py), built by numpy for all tiles at once.
 
-After neighbours of the same two tensors are joined, long ranges that are contiguous at both ends are left to
-``driver.copy``. Neighbours of different tensors are not: CUDA refuses a copy that runs from one allocation into the
-next, even where their addresses touch. Rows that copy bits use the widest unit that their addresses, steps and runs allow, whatever their dtype.
+After neighbours of the same two tensors are joined, ranges that are contiguous at both ends are left to
+``driver.copy`` if they are few or long. Neighbours of different tensors are not joined: CUDA refuses a copy that runs
+from one allocation into the next, even where their addresses touch. Rows that copy bits use the widest unit that their
+addresses, steps and runs allow, whatever their dtype.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ from etha.transport.geometry.tiles import Tile
 #: unit's bytes, and whether there are strides.
 Kind = tuple[torch.dtype | None, torch.dtype | None, int, bool]
 
-#: From this many contiguous bytes on, a copy of its own is as fast as the kernel.
-LONG = 1 << 20
+#: A contiguous range of LONG bytes or more gets a copy of its own; any does where there are no more than FEW and so no
+#: kernel is launched. On an H200 it takes 12 us to queue a copy and 70 to launch a kernel, and a kernel moves 1.5 TB/s
+#: of long ranges where copies move 1.8.
+LONG, FEW = 64 << 20, 4
 #: Most bytes of one descriptor (units, if bytes are copied one by one), because its numbers are 32 bits wide in the
 #: kernel.
 _MOST = 1 << 28
@@ -156,7 +159,7 @@ def _tables(forms: Sequence[_Form], form: Ints, source: Ints, target: Ints, pair
     flat = np.array([not f.axes and f.dtypes[0] is None for f in forms], bool)[form]
     runs = np.array([f.run for f in forms], np.int64)
     joined = _joined(source[flat], target[flat], runs[form[flat]], pair[flat])
-    long = joined[:, 2] >= LONG
+    long = joined[:, 2] >= (0 if len(joined) <= FEW and flat.all() else LONG)
     short = joined[~long]
     template = np.array([_template(f) for f in forms], np.int64).reshape(len(forms), COLUMNS)
     classes: dict[Dtypes, int] = {}

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 
 from etha.cuda.driver import DeviceError
 from etha.cuda.nccl import NcclError
+from etha.cuda.reaper import reaper
 from etha.errors import PeerLostError, TransferError
 from etha.memory.revocation import Guard
 from etha.observe import trace
@@ -92,6 +93,8 @@ class NcclPipeline:
         scratch = self.steps.program.scratch
         self._budget.take(scratch)
         comm.busy += 1
+        reaper.hold()
+        held = True
         try:
             with translated(comm.members), reaching(self.ring.uuid):
                 for number, step in enumerate(self.steps.steps):
@@ -102,9 +105,13 @@ class NcclPipeline:
                 while self._flight:
                     yield self._landed(comm)
         except BaseException as error:
+            held = False  # for good if the abort fails: whoever freed memory would wait for what still runs
             yield from self._abort(comm, error)
+            held = True
             raise
         finally:
+            if held:
+                reaper.let_go()
             comm.busy -= 1
             self._budget.take(-scratch)
         return self.done

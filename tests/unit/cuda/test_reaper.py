@@ -67,6 +67,40 @@ def test_who_lets_go_does_not_wait_for_what_is_queued(gpu: Watched) -> None:
     assert gpu.by == ["etha-reaper"] * 2
 
 
+def test_nothing_is_freed_while_somebody_holds(gpu: Watched) -> None:
+    first, second = DeviceMemory(gpu, GPU0, 4096), DeviceMemory(gpu, GPU0, 4096)
+    reaper.hold()
+    reaper.hold()
+    first.release()
+    reaper.let_go()
+    assert not reaper.drain(0.1) and not gpu.by
+    reaper.let_go()
+    assert reaper.drain() and len(gpu.by) == 1
+    second.release()
+    assert reaper.drain() and len(gpu.by) == 2
+
+
+def test_a_hold_waits_for_what_is_being_freed(gpu: Watched) -> None:
+    memory, stream, held = DeviceMemory(gpu, GPU0, 4096), gpu.stream(GPU0), threading.Event()
+    gpu.hold(stream)
+    gpu.copy(memory.address, memory.address, 1, stream)
+    memory.release()
+    assert gpu.trying.wait(20)
+
+    def hold() -> None:
+        reaper.hold()
+        held.set()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert not held.wait(0.1)
+    gpu.release(stream)
+    assert held.wait(20)
+    reaper.let_go()
+    thread.join()
+    gpu.drop_stream(stream)
+
+
 def test_neither_does_a_garbage_collection(gpu: Watched) -> None:
     copier = Copier(gpu, GPU0)
     launch = copier.compile(ops(card_view(on_card(gpu, torch.rand(5, 4))), card_view(gpu.empty(GPU0, (4, 5)).t())))

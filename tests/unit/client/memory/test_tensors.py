@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from etha.client.memory.cuda import exportable
 from etha.client.memory.tensors import empty, empty_like, share_module
+from etha.cuda.reaper import reaper
 from etha.errors import ConfigError
 from etha.memory.handles import describe
+from tests.fakes.cuda import GPU0, FakeDriver
 
 
 def test_zeroed_memory_of_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +34,26 @@ def test_zeroed_memory_of_torch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     with pytest.raises(ConfigError, match="size 1 is -1"):
         empty((2, -1), device="cuda")
+
+
+def test_memory_of_a_gpu_that_no_agent_can_map_is_replaced() -> None:
+    driver = FakeDriver()
+    for strides in ((1, 5), (3, 1)):
+        given = driver.empty(GPU0, (15,), torch.bfloat16, exportable=False).as_strided((5, 3), strides)
+        made = exportable(driver, given)
+        assert made.dtype == given.dtype and made.shape == given.shape and made.stride() == given.stride()
+        extent = driver.extent(made.data_ptr())
+        assert driver.export(extent.base) and extent.nbytes == 2 << 20 and not made.any()
+        part = made[1:]
+        del made
+        assert reaper.drain() and len([leak for leak in driver.leaks() if "memory" in leak]) == 1
+        part.fill_(3)
+        del part
+    assert reaper.drain()
+    kept = driver.empty(GPU0, (15,))
+    assert exportable(driver, kept) is kept
+    del given, kept
+    driver.check()
 
 
 def test_the_like_of_a_tensor_on_a_gpu() -> None:

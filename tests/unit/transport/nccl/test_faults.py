@@ -12,11 +12,12 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from etha.cuda.driver import DeviceError
+from etha.cuda.reaper import reaper
 from etha.errors import ConfigError, PeerLostError, ProtocolError, TransferError, TransferTimeoutError
 from etha.memory.reach import RevokedError
 from etha.memory.revocation import Guard, LentPage, RevocationPage
 from etha.transport.base import TransportPeer, WireRun
-from etha.transport.copy.device_memory import CardError
+from etha.transport.copy.device_memory import CardError, DeviceMemory
 from etha.transport.copy.program import Member
 from etha.transport.nccl import communicator, pipeline
 from etha.transport.nccl.transport import NcclTransport
@@ -224,6 +225,30 @@ async def test_a_device_that_refuses_ends_the_run() -> None:
         await again(placed, at)
 
 
+async def test_memory_that_is_freed_meanwhile_keeps_no_stop_waiting() -> None:
+    """Freeing waits for what is queued, here for a peer that does not come, and every call waits for the freeing."""
+    async with fleet("ab") as at:
+        placed = cut_small(at, columns())
+        transports, runs = await placed.runs()
+        card, late = at.cards["b"], at.cards["a"]
+        assert late.plane._ring is not None
+        late.driver.hold(late.plane._ring.pack)
+        a = asyncio.ensure_future(transports["a"].run(runs["a"]))
+        memory, second = DeviceMemory(card.driver, card.plane.device.uuid, 4096), threading.Event()
+        trip = Trip(2, second.set)  # the first group is queued
+        b = asyncio.ensure_future(transports["b"].run(replace(runs["b"], guards={B: trip})))
+        assert await asyncio.to_thread(second.wait, 20)
+        memory.release()
+        assert not await asyncio.to_thread(reaper.drain, 0.2)
+        transports["b"].stop(PeerLostError("told", reason="died"))
+        with pytest.raises(PeerLostError, match="told"):
+            await b
+        late.driver.release(late.plane._ring.pack)
+        transports["a"].stop(PeerLostError("told", reason="died"))
+        await both(a, asyncio.sleep(0))
+        assert await asyncio.to_thread(reaper.drain)
+
+
 async def test_a_device_that_does_not_come_to_rest_is_said_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call stays busy for its worker, and the plane refuses more."""
     monkeypatch.setattr(pipeline, "ABORTING", 0.2)
@@ -247,6 +272,7 @@ async def test_a_device_that_does_not_come_to_rest_is_said_not_to(monkeypatch: p
         card.driver.release(ring.unpack)
         await asyncio.to_thread(card.driver.drain, ring.unpack)
         card.plane.stuck = None  # as if nothing had been: so that what is left can be counted
+        reaper.let_go()
 
 
 async def test_agents_that_do_not_come_in_time_are_named() -> None:
