@@ -70,7 +70,7 @@ from etha.client.snapshot import send_snapshot
 from etha.client.subscription import AsyncSubscription
 from etha.client.tasks import Deadline, Shield, reminded
 from etha.client.transfer import check_call, transfer
-from etha.config import LaunchEnv, Settings, check_name
+from etha.config import CUDA_AGENT, LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
 from etha.memory.room import check_staging
 from etha.observe import trace
@@ -146,6 +146,10 @@ class AsyncTensorBusClient(OfOneProcess):
         self._torn: set[str] = set()
         #: publication -> what this client follows.
         self._subscriptions: dict[str, AsyncSubscription] = {}
+        #: Name of the agent of the GPU whose tensors this client publishes through the host; "" otherwise.
+        self._gpu = ""
+        #: Of a GPU's client: the client that publishes and subscribes for it.
+        self._on_host: AsyncTensorBusClient | None = None
         self._calls = ActiveCalls(self._timeout)
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -560,7 +564,8 @@ class AsyncTensorBusClient(OfOneProcess):
         ``slots - 1`` are read at a time, so that one can always be overwritten. ``fan_out``: subscribers that are
         served from here at once. ``max_rate``: bytes per second that this host's agent sends of it to other hosts,
         over all subscribers together; the least that ranks of a host give counts. ``device_mesh`` is that of plain
-        tensors. All other arguments as for ``init_pair`` and ``register_tensors``.
+        tensors. Slots lie in the host's memory, also those of a GPU's tensors. All other arguments as for ``init_pair``
+        and ``register_tensors``.
 
         Raises ConfigError, LayoutError, RegistrationError (every tensor that cannot be moved, of any rank),
         RendezvousTimeoutError (which names the missing ranks), RedisUnavailableError, AgentUnavailableError.
@@ -573,7 +578,23 @@ class AsyncTensorBusClient(OfOneProcess):
         rate = check_max_rate(max_rate)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of_publication(name, place, device_mesh)
-        self._check_usable()
+        if (host := await self._for_publications(deadline.left)) is not self:
+            return await host.publish(
+                name,
+                tensors,
+                publisher=publisher,
+                expected_world_size=expected_world_size,
+                device_mesh=device_mesh,
+                placements=placements,
+                shapes=shapes,
+                regions=regions,
+                slots=slots,
+                fan_out=fan_out,
+                max_rate=max_rate,
+                rank=rank,
+                ranks=ranks,
+                timeout=deadline.left,
+            )
         with self._calls.begin(f"publish of {name!r}"):
             connection = await self._connect(deadline.left)
             publication = AsyncPublication(
@@ -598,7 +619,8 @@ class AsyncTensorBusClient(OfOneProcess):
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_name("publication", name)
-        self._check_usable()
+        if (host := await self._for_publications(deadline.left)) is not self:
+            return await host.describe_publication(name, timeout=deadline.left)
         with self._calls.begin(f"description of {name!r}"):
             connection = await self._connect(deadline.left)
             found = await connection.link.request(DescribePublication(publication=name), timeout=deadline.left)
@@ -631,7 +653,7 @@ class AsyncTensorBusClient(OfOneProcess):
         need not be there. ``atomic``: receive into shadow memory, so that the tensors change only after commit.
         ``serve``: others may receive from this subscriber what it holds, out of its shadow memory (``atomic``) or out
         of tensors of ``etha.empty`` and ``share_module``. One that holds ``regions`` feeds those who want no other
-        elements. All other arguments as for ``init_pair`` and
+        elements. On a GPU shadow memory of the host is used in any case. All other arguments as for ``init_pair`` and
         ``register_tensors``.
 
         Raises ConfigError (also for tensors that cannot be served from), LayoutError, RegistrationError (every tensor
@@ -645,7 +667,22 @@ class AsyncTensorBusClient(OfOneProcess):
         check_flag("serve", serve)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of_publication(name, place, device_mesh)
-        self._check_usable()
+        if (host := await self._for_publications(deadline.left)) is not self:
+            return await host.subscribe(
+                name,
+                tensors,
+                subscriber=subscriber,
+                expected_world_size=expected_world_size,
+                device_mesh=device_mesh,
+                placements=placements,
+                shapes=shapes,
+                regions=regions,
+                atomic=True,
+                serve=serve,
+                rank=rank,
+                ranks=ranks,
+                timeout=deadline.left,
+            )
         followed = self._subscriptions.get(name)
         if followed is not None and not followed.is_lost:
             raise ConfigError(
@@ -690,11 +727,6 @@ class AsyncTensorBusClient(OfOneProcess):
         """The tensors of a publisher's or a subscriber's rank."""
         if not isinstance(tensors, Mapping):
             raise ConfigError(f"publication {name!r}: tensors={shown(tensors)} must be a mapping name -> tensor")
-        if connection.home.name != "cpu":
-            raise ConfigError(
-                f"publication {name!r}: only memory of the CPU can be published and subscribed to: use a client with "
-                f"device='cpu'"
-            )
         return build_manifest(
             tensors,
             pair_name=name,
@@ -836,6 +868,8 @@ class AsyncTensorBusClient(OfOneProcess):
         connection, self._connection = self._connection, None
         try:
             self._calls.interrupt("this client was closed")
+            if self._on_host is not None:
+                await self._on_host.close()
             await self._calls.ended(but=mine)
             connection = connection or self._connection
             if connection is not None:
@@ -978,7 +1012,31 @@ class AsyncTensorBusClient(OfOneProcess):
             timeout=timeout,
             on_push=self._hearing(),
             again=bool(self._pairs),
+            gpu=self._gpu,
         )
+
+    async def _for_publications(self, timeout: float) -> AsyncTensorBusClient:
+        """This client, or, if it is a GPU's, one of the host's agent that copies from and to that GPU."""
+        self._check_usable()
+        if self._gpu:
+            return self
+        served = self._served
+        if not served:  # the agent at an address says what it serves
+            served = (await self._connect(timeout)).home.agent
+        if not served.startswith(CUDA_AGENT):
+            return self
+        if self._on_host is None:
+            host = AsyncTensorBusClient(
+                device="cpu",
+                redis_url=self._redis_url,
+                autostart=self._autostart,
+                timeout=self._timeout,
+                on_error=self._on_error,
+            )
+            host._settings, host._env = self._settings, self._env
+            host._agent, host._served, host._gpu = None, agent_of(torch.device("cpu")), served
+            self._on_host = host
+        return self._on_host
 
     async def _ask_for_pair(self, message: InitPair, deadline: Deadline) -> PairFormed:
         connection = await self._connect(deadline.left)

@@ -43,9 +43,9 @@ class AgentConnection:
     ``home``: the memory that the agent serves.
     """
 
-    def __init__(self, link: AgentLink, page: RevocationPage) -> None:
+    def __init__(self, link: AgentLink, page: RevocationPage, gpu: str = "") -> None:
         self.link, self.page = link, page
-        self.home: TensorMemory = home_of(link.welcome.device)
+        self.home: TensorMemory = home_of(link.welcome.device, gpu)
         self.reaches = False
         #: Why the agent does not reach this process's own memory; "" if it does.
         self.why_not = ""
@@ -71,11 +71,12 @@ class AgentConnection:
         timeout: float,
         on_push: Callable[[Any], None],
         again: bool = False,
+        gpu: str = "",
     ) -> AgentConnection:
         """Connect, and start an agent if that is allowed; AgentUnavailableError, ConfigError.
 
         If an agent dies or leaves meanwhile, another one is started if that is allowed. ``again``: this client had an
-        agent before, so its Redis is known to be right, and a new agent waits for it.
+        agent before, so its Redis is known to be right, and a new agent waits for it. ``gpu``: see ``home_of``.
         """
         deadline = Deadline(timeout)
         hello = WorkerHello(
@@ -103,7 +104,7 @@ class AgentConnection:
             else:
                 path = settings.socket_path(device) if agent is None else agent_path(agent)
             try:
-                return await cls._meet(path, hello, deadline, on_push, patient=starts)
+                return await cls._meet(path, hello, deadline, on_push, gpu, patient=starts)
             except (AgentUnavailableError, AgentLostError) as error:
                 failed = error
                 if deadline.left == 0:
@@ -117,7 +118,14 @@ class AgentConnection:
 
     @classmethod
     async def _meet(
-        cls, path: Path, hello: WorkerHello, deadline: Deadline, on_push: Callable[[Any], None], *, patient: bool
+        cls,
+        path: Path,
+        hello: WorkerHello,
+        deadline: Deadline,
+        on_push: Callable[[Any], None],
+        gpu: str = "",
+        *,
+        patient: bool,
     ) -> AgentConnection:
         """Open one session. ``patient``: if the agent is leaving, return only once it has left."""
         link = await AgentLink.connect(path, hello, timeout=deadline.left, on_push=on_push)
@@ -128,7 +136,7 @@ class AgentConnection:
                 raise AgentUnavailableError(link.welcome.leaving)
             if link.welcome.differs:
                 log.warning("%s", link.welcome.differs)
-            connection = cls(link, page)
+            connection = cls(link, page, gpu)
             await link.send_descriptors({"revocation": True}, [page.fd], timeout=deadline.left)
             if connection.home.name == "cpu":
                 await connection._probe(deadline.left)

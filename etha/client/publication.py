@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Sequence
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +36,7 @@ from etha.client.arguments.checks import check_timeout, check_version, shown
 from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
 from etha.client.manifest import Item, TensorManifest
+from etha.client.memory.base import Mark, TensorMemory
 from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
 from etha.client.tasks import Deadline, Shield
@@ -47,8 +49,6 @@ from etha.plan import Layout
 
 #: Most slots of a publication.
 MAX_SLOTS = 16
-#: Below this many bytes a copy on the loop is faster than handing it to a thread.
-_SMALL = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +109,9 @@ class Slots:
         """Where the tensors of a slot lie."""
         return tuple(describe(tensor) for tensor in self.tensors[slot])
 
-    def copy(self, slot: int, locals_: list[torch.Tensor]) -> None:
-        """Copy the live tensors into a slot. Any thread."""
-        for i in self._copied:
-            self.tensors[slot][i].copy_(locals_[i])
+    def copy(self, slot: int, locals_: list[torch.Tensor], home: TensorMemory) -> None:
+        """Copy the live tensors, which lie in ``home``, into a slot. Any thread."""
+        home.copy([(self.tensors[slot][i], locals_[i]) for i in self._copied], live=False)
 
 
 async def give_segments(connection: AgentConnection, handles: tuple[TensorHandle, ...], timeout: float) -> None:
@@ -205,9 +204,9 @@ class AsyncPublication(OfOneProcess):
         assert isinstance(published, Published)
         self._newest = PublishedVersion(seq=published.seq, version=None)
 
-    async def put(
+    def put(
         self, version: Version = None, *, wait: int = 0, grace: float = 5.0, timeout: float | None = None
-    ) -> PublishedVersion:
+    ) -> Coroutine[Any, Any, PublishedVersion]:
         """Set the tensors aside as the next version. Collective over the publisher's ranks, in the same order on all.
 
         Returns once this rank's tensors are copied, so that they may change. The version is announced when all ranks
@@ -215,11 +214,17 @@ class AsyncPublication(OfOneProcess):
         a newer one.
 
         With two or more slots it neither waits for a transfer nor ends one. With ``slots=1`` it waits at most ``grace``
-        seconds for transfers of the slot, then ends these; their subscribers go on with this version.
+        seconds for transfers of the slot, then ends these; their subscribers go on with this version. On a GPU the copy
+        comes after the work that the current stream has queued when this method is called, even if it is awaited later.
 
         Raises RegistrationError if a tensor has moved, TransferTimeoutError if fewer than ``wait`` hold it by the
         deadline, RedisUnavailableError, AgentLostError.
         """
+        return self._put(version, wait, grace, timeout, self._connection.home.mark())
+
+    async def _put(
+        self, version: Version, wait: int, grace: float, timeout: float | None, mark: Mark
+    ) -> PublishedVersion:
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_version(version)
         _check_count("wait", wait, least=0)
@@ -232,6 +237,7 @@ class AsyncPublication(OfOneProcess):
                 self._check()
                 self._unmoved.check(self._what)
                 self._check_whole()
+                await self._reach(mark, deadline)
                 number = self._number + 1
                 if self._place.world_size == 1:  # a put that fails may be announced all the same: the next is another
                     self._number = number
@@ -337,15 +343,34 @@ class AsyncPublication(OfOneProcess):
     def _lost(self) -> Lost:
         return Lost(self._connection, "call publish again")
 
+    async def _reach(self, mark: Mark, deadline: Deadline) -> None:
+        """Wait for the work that the caller had queued on a GPU. TransferTimeoutError at the deadline."""
+        mark.check()
+        if not mark.event:
+            return
+        stop, home = threading.Event(), self._connection.home
+        try:
+            async with asyncio.timeout(None if deadline.left == math.inf else deadline.left):
+                await asyncio.to_thread(home.reach, mark, stop)
+        except TimeoutError:
+            raise TransferTimeoutError(
+                f"put of {self._what} ended at its deadline: this worker's own GPU is behind with the work that was "
+                f"queued before",
+                outcome="withdrawn",
+            ) from None
+        finally:
+            stop.set()
+            mark.end()
+
     async def _copy(self, slot: int) -> None:
         self._check()  # it may have been closed while the agent was asked
-        slots, locals_ = self._slots, [item.local for item in self._manifest.items]
+        slots, locals_, home = self._slots, [item.local for item in self._manifest.items], self._connection.home
         assert slots is not None
-        if slots.nbytes < _SMALL:
-            slots.copy(slot, locals_)
+        if home.quick(slots.nbytes):
+            slots.copy(slot, locals_, home)
             return
         shield = Shield()
-        await shield.in_thread(lambda: slots.copy(slot, locals_))
+        await shield.in_thread(lambda: slots.copy(slot, locals_, home))
         shield.release()
 
 

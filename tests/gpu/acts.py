@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import etha
 from etha.cuda import select as cuda
 from etha.cuda.driver import Driver
 from tests.fakes.cuda import GPU0, FakeDriver
-from tests.flow.jobs import tell
+from tests.flow.jobs import tell, wait_for
 from tests.flow.team import bits
 from tests.flow.truth import stale
 
@@ -197,3 +198,59 @@ def register_shared(me: SimpleNamespace) -> None:
 def epoch(me: SimpleNamespace) -> int:
     """Of the pair as it was formed last."""
     return int(me.bond.epoch)
+
+
+def publish(me: SimpleNamespace, scale: int, versions: int) -> list[float]:
+    """Put so many versions of what ``published`` has, overwrite the tensors at once; seconds of each ``put``."""
+    me.client = etha.TensorBusClient(device=me.device, autostart=not me.played, timeout=90)
+    tensors = {name: put(me, tensor) for name, tensor in published(scale, 0).items()}
+    me.publication = me.client.publish("weights", tensors, **alone(tensors))
+    seconds = []
+    for version in range(1, versions + 1):
+        for name, tensor in published(scale, version).items():
+            tensors[name].copy_(tensor)
+        begun = time.perf_counter()
+        me.publication.put(version, wait=me.world if version > 1 else 0)
+        seconds.append(time.perf_counter() - begun)
+        for tensor in tensors.values():
+            tensor.zero_()
+        tell("put", version)
+        if version < versions:
+            wait_for("next")
+    return seconds
+
+
+def follow(me: SimpleNamespace, scale: int, versions: int) -> list[float]:
+    """Take versions until the last one, and compare every element of each; seconds of each ``next``."""
+    me.client = etha.TensorBusClient(device=me.device, autostart=not me.played, timeout=90)
+    tensors = {name: put(me, stale(tensor.float()).to(tensor.dtype)) for name, tensor in published(scale, 0).items()}
+    seconds = []
+    subscriber = f"{me.side}-{me.rank}"
+    with me.client.subscribe("weights", tensors, subscriber=subscriber, atomic=True, **alone(tensors)) as subscription:
+        while not seconds or subscription.version != versions:
+            begun = time.perf_counter()
+            update = subscription.next()
+            seconds.append(time.perf_counter() - begun)
+            for name, wanted in published(scale, update.version).items():
+                assert torch.equal(bits(tensors[name].cpu()), bits(wanted)), f"{name} of {update.version} differs"
+            tell("held", update.version)
+    return seconds
+
+
+def alone(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """How a side of one rank describes its tensors."""
+    placements = {name: [Replicate()] for name in tensors}
+    return {"expected_world_size": 1, "rank": 0, "device_mesh": (1,), "placements": placements}
+
+
+def published(scale: int, version: int) -> dict[str, torch.Tensor]:
+    """Of every dtype that weights have, dense and strided; ``large`` has ``scale`` MiB."""
+    small = torch.arange(999, dtype=torch.float32).reshape(27, 37) / 3 + version
+    return {
+        "float32": small,
+        "bfloat16": small.to(torch.bfloat16),
+        "float8": small.to(torch.float8_e4m3fn),
+        "turned": small.t(),
+        "bytes": (small.to(torch.int64) % 251).to(torch.uint8),
+        "large": torch.full((scale, 1 << 18), float(version)),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from etha.client.memory.base import TensorMemory
@@ -10,6 +12,9 @@ from etha.config import CUDA_AGENT
 from etha.cuda.driver import DeviceError
 from etha.cuda.select import driver
 from etha.errors import ConfigError
+
+if TYPE_CHECKING:
+    from etha.client.memory.cuda import GpuMemory
 
 
 def agent_of(device: torch.device) -> str:
@@ -39,10 +44,19 @@ def agent_of(device: torch.device) -> str:
     )
 
 
-def home_of(agent: str) -> TensorMemory:
-    """The home that the agent of this name serves."""
+def home_of(agent: str, gpu: str = "") -> TensorMemory:
+    """The home that the agent of this name serves. ``gpu``: the host's agent serves copies of that GPU's tensors."""
+    if gpu:
+        from etha.client.memory.gpu_on_host import GpuOnHost
+
+        return GpuOnHost(_gpu_memory(gpu))
     if not agent.startswith(CUDA_AGENT):
         return CpuMemory()
+    return _gpu_memory(agent)
+
+
+def _gpu_memory(agent: str) -> GpuMemory:
+    """Of the GPU whose agent has this name."""
     from etha.client.memory.cuda import GpuMemory
 
     try:
