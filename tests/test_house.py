@@ -218,6 +218,7 @@ CIRCLES = {
 ENVIRONMENT = {
     "config.py": "the one place that reads settings",
     "client/agent_process.py": "hands the agent that it starts an environment of its own",
+    "demo/seats.py": "NCCL has no other way to be told that ranks which share a GPU are hosts of their own",
     "demo/launch.py": "hands the jobs an environment of their own: torch's and gloo's variables, no foreign launcher's",
 }
 #: Programs: they set up logging because nobody else runs in their process.
