@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: The call whose callback runs this code, if any.
 _callback_of: ContextVar[ActiveCall | None] = ContextVar("etha_callback_of", default=None)
+#: The call in which this code runs, if any.
+_within: ContextVar[ActiveCall | None] = ContextVar("etha_within", default=None)
 
 
 class ActiveCall:
@@ -43,6 +45,16 @@ class ActiveCall:
         self._task: asyncio.Task[object] | None = None
         self._cancelling, self._cancelled = 0, False
         self._hurry: asyncio.Future[float] | None = None
+        #: The call that makes this one: ``next`` of a subscription makes transfers.
+        self._outer: ActiveCall | None = None
+        self._token: Token[ActiveCall | None] | None = None
+
+    def is_part_of(self, other: ActiveCall) -> bool:
+        """Whether this is the other call, or one that it makes."""
+        call: ActiveCall | None = self
+        while call is not None and call is not other:
+            call = call._outer
+        return call is not None
 
     @property
     def interrupted(self) -> str | None:
@@ -86,6 +98,7 @@ class ActiveCall:
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
+        self._outer, self._token = _within.get(), _within.set(self)
         self._calls.add(self)
         return self
 
@@ -93,7 +106,8 @@ class ActiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.remove(self)
-        assert self._task is not None
+        assert self._task is not None and self._token is not None
+        _within.reset(self._token)
         if self._cancelled:
             only_us = self._task.uncancel() <= self._cancelling
             if only_us and isinstance(error, asyncio.CancelledError):
@@ -121,13 +135,14 @@ class ActiveCalls:
         """A call of the current task, which must enter it. ``registration``: that of the batch it transfers."""
         return ActiveCall(self, what, registration)
 
-    def interrupt(self, why: str, of: Registration | None = None) -> None:
-        """Make all calls end, or those of one batch."""
+    def interrupt(self, why: str, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
+        """Make all calls end, or those of one batch. Whoever makes ``but`` goes on until that has ended."""
         for call in self._chosen(of, None):
-            call.interrupt(why, self.patience)
+            if but is None or call is but or not but.is_part_of(call):
+                call.interrupt(why, self.patience)
 
     async def ended(self, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
-        """Return once they have ended. ``but`` is not waited for."""
+        """Return once they have ended. ``but`` is not waited for, nor who makes it."""
         while self._chosen(of, but):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -151,7 +166,11 @@ class ActiveCalls:
                 waiter.set_result(None)
 
     def _chosen(self, of: Registration | None, but: ActiveCall | None) -> list[ActiveCall]:
-        return [call for call in self._active if call is not but and (of is None or call.registration is of)]
+        return [
+            call
+            for call in self._active
+            if (but is None or not but.is_part_of(call)) and (of is None or call.registration is of)
+        ]
 
 
 def in_callback() -> bool:

@@ -867,7 +867,7 @@ class AsyncTensorBusClient(OfOneProcess):
         registrations = self._leave_all()
         connection, self._connection = self._connection, None
         try:
-            self._calls.interrupt("this client was closed")
+            self._calls.interrupt("this client was closed", but=mine)
             if self._on_host is not None:
                 await self._on_host.close()
             await self._calls.ended(but=mine)

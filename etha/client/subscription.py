@@ -30,7 +30,7 @@ from etha.bus.messages import (
     Subscribed,
     VersionClaimed,
 )
-from etha.client.active_calls import ActiveCalls
+from etha.client.active_calls import ActiveCall, ActiveCalls
 from etha.client.arguments.checks import check_callback, check_timeout, check_version, shown
 from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
@@ -202,6 +202,9 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         self._hop: asyncio.Task[Moved] | None = None
         self._lost: ClaimLost | None = None
         self._open, self._busy = True, False
+        #: The call of ``next`` that runs, and whether a callback of it has closed this.
+        self._call: ActiveCall | None = None
+        self._leaves = False
 
     @property
     def _what(self) -> str:
@@ -305,7 +308,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         self._busy = True
         deadline = Deadline(seconds)
         try:
-            with self._calls.begin(f"next of {self.name!r}"), Lost(self._connection, "call subscribe again"):
+            with self._calls.begin(f"next of {self.name!r}") as call, Lost(self._connection, "call subscribe again"):
+                self._call = call
                 return await self._next(
                     self._since if newer_than is None else newer_than, version, on_commit, progress, deadline
                 )
@@ -314,14 +318,26 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
                 raise ConfigError(f"{self._what} was closed while next() waited") from error
             raise
         finally:
-            self._busy = False
+            self._busy, self._call = False, None
+            if self._leaves:
+                await self._close()
 
     async def close(self) -> None:
-        """Follow the publication no more. The tensors keep what they hold. Idempotent."""
+        """Follow the publication no more. The tensors keep what they hold. Idempotent.
+
+        An ``on_commit`` may call it: then ``next`` leaves when it has put the version in place.
+        """
         if not self._open:
             return
         self._open = False
         self._closed(self)
+        callback = self._calls.calling_back()
+        if callback is not None and self._call is not None and callback.is_part_of(self._call):
+            self._leaves = True
+        else:
+            await self._close()
+
+    async def _close(self) -> None:
         try:
             if self._hop is not None:
                 self._hop.cancel()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.cuda.driver import DeviceError
-from etha.errors import RegistrationError, TransferError, TransferTimeoutError
+from etha.errors import EthaError, RegistrationError, TransferError, TransferTimeoutError
 from tests.fakes.cuda import GPU0, GPU1
 from tests.flow.jobs import tell, wait_for
 from tests.flow.sites import environment
@@ -81,7 +81,7 @@ async def test_from_card_to_card(cards: Cards, clients: Any, atomic: bool, serve
             for tensor in given.values():
                 tensor.zero_()  # the version is set aside
             update = await subscription.next()
-            assert update.version == version and (await publication.holders()) == {"s"}
+            assert (update.version, update.source) == (version, "trainer")
             same(wanted, version)
 
 
@@ -215,3 +215,36 @@ async def test_a_default_client_of_a_machine_with_a_card_publishes_what_lies_on_
         subscription = await other.subscribe("w", wanted, subscriber="s", serve=False, **options(wanted))
         await subscription.next()
         assert torch.equal(wanted["w"], given["w"])
+
+
+@pytest.mark.parametrize("closes", ["the client", "the subscription"])
+async def test_a_callback_that_closes_what_it_is_called_by(cards: Cards, clients: Any, closes: str) -> None:
+    a, b = clients
+    given = {"w": cards.tensor(whole((64, 5)))}
+    wanted = {"w": cards.tensor(stale(whole((64, 5))), GPU1)}
+    publication = await a.publish("w", given, **options(given))
+    subscription = await b.subscribe("w", wanted, subscriber="s", atomic=True, **options(wanted))
+    await publication.put(1)
+
+    async def close() -> None:
+        await (b if closes == "the client" else subscription).close()
+
+    async with asyncio.timeout(10):
+        await subscription.next(on_commit=close)
+    assert torch.equal(wanted["w"], whole((64, 5)))
+
+
+async def test_a_client_is_closed_while_a_put_waits_for_its_gpu(cards: Cards, clients: Any) -> None:
+    a, _ = clients
+    given = {"w": cards.tensor(whole((64, 5)))}
+    publication = await a.publish("w", given, **options(given))
+    stream = cards.driver.current_stream(GPU0)
+    cards.driver.hold(stream)
+    cards.driver.launch(GPU0, stream, lambda: given["w"].fill_(9))
+    putting = asyncio.create_task(publication.put(1))
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(a.close())
+    with pytest.raises(EthaError, match="closed"):
+        await putting
+    cards.driver.release(stream)
+    await closing

@@ -122,3 +122,27 @@ async def test_a_hop_that_nobody_wants_any_more_is_no_failure(site: Site, pair: 
             found = await gather(Settings.from_env(), since=began, failed=True, timeout=30.0)
         [only] = [one.text for one in found.happenings if one.failed]
         assert only.startswith("a call of replica rank 0 ended"), "the trainer has lost nothing"
+
+
+@pytest.mark.ways("tcp", "local")
+@pytest.mark.parametrize("closes", ["client", "subscription"])
+async def test_a_callback_closes_what_calls_it(site: Site, pair: str, closes: str) -> None:
+    """Of one rank of two: the version is put in place on both, nobody waits for himself, and others go on."""
+    async with Fleet(site, pair, {"w": (64, 33)}) as fleet:
+        trainer = await fleet.publish(Cut())
+        replica, other = [await fleet.subscribe(name, ROWS, atomic=True) for name in ("replica", "other")]
+        await trainer.put(1)
+        first, second = replica.subscriptions
+
+        async def close() -> None:
+            await (replica.clients[0] if closes == "client" else first).close()
+
+        async with asyncio.timeout(20):
+            updates = await asyncio.gather(first.next(on_commit=close), second.next(), return_exceptions=True)
+        assert [one.version for one in updates if isinstance(one, etha.Update)] == [1, 1]
+        replica.check(1)
+        with pytest.raises(etha.ConfigError, match="closed"):
+            await first.next()
+        await trainer.put(2)
+        await other.next()
+        other.check(2)
