@@ -287,6 +287,18 @@ def supervise(runtime: Path, binary: str, grace: float, timeout: float, report: 
     return serve(server, place, grace, ready)
 
 
+def close_inherited(but: int) -> None:
+    """Close what this process got from its parent, except the standard streams and ``but``.
+
+    uvloop's subprocesses keep whatever is inheritable there, such as a launcher's pipe or port. Whoever waits for the
+    pipe's end would wait for as long as the server lives.
+    """
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        if (descriptor := int(entry.name)) > 2 and descriptor != but:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(descriptor)
+
+
 def main(arguments: list[str]) -> int:
     """Detach from the parent process, then supervise."""
     parser = argparse.ArgumentParser(description="Supervisor of the embedded Redis server.")
@@ -298,6 +310,7 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     # Detached, the process is nobody's child: it leaves no zombie in the agent, and no Ctrl-C of its terminal.
     if given.report is not None:
+        close_inherited(given.report)
         if os.fork():
             return 0
         os.setsid()

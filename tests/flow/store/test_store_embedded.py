@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import shutil
 import signal
 import socket
@@ -217,6 +218,20 @@ def test_the_supervisor_runs_as_a_module_in_the_foreground(tmp_path: Path) -> No
     ]
     done = subprocess.run(command, cwd=Path(__file__).parents[3], timeout=20, check=False)
     assert done.returncode == 0 and not (tmp_path / "redis.sock").exists()
+
+
+def test_the_supervisor_keeps_nothing_of_who_starts_it_open(settings: Settings) -> None:
+    """As started by an agent, whose uvloop closes nothing: the pipe ends with the agent, not a minute later."""
+    ends, (report, say) = os.pipe(), os.pipe()
+    command = [sys.executable, "-I", "-S", supervisor.__file__, str(settings.runtime_dir), "--binary", find_binary()]
+    settings.ensure_runtime_dir()
+    subprocess.run([*command, "--report", str(say)], pass_fds=(ends[1], say), check=True, timeout=20)
+    os.close(ends[1])
+    os.close(say)
+    with os.fdopen(report, "rb") as told, os.fdopen(ends[0], "rb") as pipe:
+        assert told.readline().startswith(b"running ")
+        assert select.select([pipe], [], [], 5)[0] and pipe.read() == b"", "somebody has it open"
+    assert set(processes(settings.runtime_dir)) == {"supervisor", "server"}
 
 
 async def test_a_removed_runtime_directory_ends_its_server_and_leaves_one_world(
