@@ -197,7 +197,7 @@ def test_an_agent_is_given_time_to_let_go(monkeypatch: pytest.MonkeyPatch, timeo
 
     closed: list[bool] = []
     home = SimpleNamespace(lends=True, close=lambda *, released: closed.append(released))
-    monkeypatch.setattr("etha.client.connection.home_of", lambda device: home)
+    monkeypatch.setattr("etha.client.connection.home_of", lambda device, gpu: home)
 
     async def close() -> None:
         await AgentConnection(Link(), SimpleNamespace(close=lambda: None)).close(timeout)  # type: ignore[arg-type]
