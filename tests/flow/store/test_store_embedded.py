@@ -228,8 +228,8 @@ def test_the_supervisor_keeps_nothing_of_who_starts_it_open(settings: Settings) 
     subprocess.run([*command, "--report", str(say)], pass_fds=(ends[1], say), check=True, timeout=20)
     os.close(ends[1])
     os.close(say)
-    with os.fdopen(report, "rb") as told, os.fdopen(ends[0], "rb") as pipe:
-        assert told.readline().startswith(b"running ")
+    with os.fdopen(report, "rb") as reported, os.fdopen(ends[0], "rb") as pipe:
+        assert reported.readline().startswith(b"running ")
         assert select.select([pipe], [], [], 5)[0] and pipe.read() == b"", "somebody has it open"
     assert set(processes(settings.runtime_dir)) == {"supervisor", "server"}
 
