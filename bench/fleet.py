@@ -1,6 +1,6 @@
 """How fast a version reaches a fleet, and how far subscribers lag.
 
-    python bench/fleet.py [--subscribers 1,2,4,8,16] [--mib 16] [--rate 100] [--fan-out 2]
+    python bench/fleet.py [--subscribers 1,2,4,8,16] [--mib 16] [--rate 100] [--fan-out 2] [--publisher-first]
     python bench/fleet.py --simulate [--subscribers 1,2,4,8,16,100,1000] [--server redis-server]
 
 The first measures a fleet of real agents on hosts whose NICs the kernel paces (``fleet_hops``, ``paced_hosts``).
@@ -259,6 +259,12 @@ def main() -> None:
     )
     parser.add_argument("--versions", type=int, default=5, help="measured: of each number of subscribers")
     parser.add_argument("--puts", type=int, default=100, help="measured: at an interval of 0.3 T")
+    parser.add_argument(
+        "--publisher-first",
+        action="store_true",
+        help="measured: the publisher, its agent and Redis have a core whenever they want one, as on machines of their "
+        "own; root",
+    )
     parser.add_argument("--differences", default="never", help="measured: ETHA_DIFFERENCES of all agents")
     parser.add_argument("--pass-on", default="1", help="measured: ETHA_PASS_ON of all agents")
     options = parser.parse_args()

@@ -578,34 +578,18 @@ class AsyncTensorBusClient(OfOneProcess):
         rate = check_max_rate(max_rate)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of_publication(name, place, device_mesh)
-        if (host := await self._for_publications(deadline.left)) is not self:
-            return await host.publish(
-                name,
-                tensors,
-                publisher=publisher,
-                expected_world_size=expected_world_size,
-                device_mesh=device_mesh,
-                placements=placements,
-                shapes=shapes,
-                regions=regions,
-                slots=slots,
-                fan_out=fan_out,
-                max_rate=max_rate,
-                rank=rank,
-                ranks=ranks,
-                timeout=deadline.left,
-            )
-        with self._calls.begin(f"publish of {name!r}"):
-            connection = await self._connect(deadline.left)
+        host = await self._for_publications(deadline.left)
+        with host._calls.begin(f"publish of {name!r}"):
+            connection = await host._connect(deadline.left)
             publication = AsyncPublication(
                 connection=connection,
-                calls=self._calls,
+                calls=host._calls,
                 name=name,
                 publisher=publisher,
                 place=place,
-                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
-                timeout=self._timeout,
-                check_usable=self._check_usable,
+                manifest=host._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
+                timeout=host._timeout,
+                check_usable=host._check_usable,
             )
             with connection.advice():
                 await publication.open(slots, fan_out, rate, deadline)
@@ -619,10 +603,9 @@ class AsyncTensorBusClient(OfOneProcess):
         """
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_name("publication", name)
-        if (host := await self._for_publications(deadline.left)) is not self:
-            return await host.describe_publication(name, timeout=deadline.left)
-        with self._calls.begin(f"description of {name!r}"):
-            connection = await self._connect(deadline.left)
+        host = await self._for_publications(deadline.left)
+        with host._calls.begin(f"description of {name!r}"):
+            connection = await host._connect(deadline.left)
             found = await connection.link.request(DescribePublication(publication=name), timeout=deadline.left)
         assert isinstance(found, PublicationDescribed)
         return {
@@ -667,50 +650,35 @@ class AsyncTensorBusClient(OfOneProcess):
         check_flag("serve", serve)
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of_publication(name, place, device_mesh)
-        if (host := await self._for_publications(deadline.left)) is not self:
-            return await host.subscribe(
-                name,
-                tensors,
-                subscriber=subscriber,
-                expected_world_size=expected_world_size,
-                device_mesh=device_mesh,
-                placements=placements,
-                shapes=shapes,
-                regions=regions,
-                atomic=True,
-                serve=serve,
-                rank=rank,
-                ranks=ranks,
-                timeout=deadline.left,
-            )
-        followed = self._subscriptions.get(name)
+        host = await self._for_publications(deadline.left)
+        followed = host._subscriptions.get(name)
         if followed is not None and not followed.is_lost:
             raise ConfigError(
                 f"this client follows publication {name!r} already, as {followed.subscriber}: close that subscription "
                 f"first, or use another client"
             )
-        with self._calls.begin(f"subscribe to {name!r}"):
-            connection = await self._connect(deadline.left)
+        with host._calls.begin(f"subscribe to {name!r}"):
+            connection = await host._connect(deadline.left)
             subscription = AsyncSubscription(
-                self,
+                host,
                 connection=connection,
-                calls=self._calls,
+                calls=host._calls,
                 name=name,
                 subscriber=subscriber,
                 defaults=defaults,
-                manifest=self._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
-                atomic=atomic,
+                manifest=host._side_manifest(name, tensors, defaults, placements, shapes, regions, connection),
+                atomic=atomic or host is not self,  # a GPU's tensors receive out of shadow memory of the host
                 serve=serve,
-                timeout=self._timeout,
-                check_usable=self._check_usable,
-                closed=self._unsubscribed,
+                timeout=host._timeout,
+                check_usable=host._check_usable,
+                closed=host._unsubscribed,
             )
-            self._subscriptions[name] = subscription
+            host._subscriptions[name] = subscription
             try:
                 with connection.advice():
                     await subscription.open(deadline)
             except BaseException:
-                self._unsubscribed(subscription)
+                host._unsubscribed(subscription)
                 raise
         return subscription
 
