@@ -561,7 +561,7 @@ class FinishPut(StrictStruct, frozen=True, kw_only=True):
 
 @message("wait_held")
 class WaitHeld(StrictStruct, frozen=True, kw_only=True):
-    """Wait until ``count`` subscribers hold version ``seq`` or a newer one. -> Ok."""
+    """Wait until ``count`` subscribers have received version ``seq`` or a newer one, and maybe left since. -> Ok."""
 
     publication: Text
     seq: int

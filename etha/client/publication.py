@@ -210,14 +210,14 @@ class AsyncPublication(OfOneProcess):
         """Set the tensors aside as the next version. Collective over the publisher's ranks, in the same order on all.
 
         Returns once this rank's tensors are copied, so that they may change. The version is announced when all ranks
-        have copied theirs. ``version``: its label, equal on all ranks. ``wait``: until so many subscribers hold it, or
-        a newer one.
+        have copied theirs. ``version``: its label, equal on all ranks. ``wait``: until so many subscribers have
+        received it, or a newer one. One that has left since counts.
 
         With two or more slots it neither waits for a transfer nor ends one. With ``slots=1`` it waits at most ``grace``
         seconds for transfers of the slot, then ends these; their subscribers go on with this version. On a GPU the copy
         comes after the work that the current stream has queued when this method is called, even if it is awaited later.
 
-        Raises RegistrationError if a tensor has moved, TransferTimeoutError if fewer than ``wait`` hold it by the
+        Raises RegistrationError if a tensor has moved, TransferTimeoutError if fewer than ``wait`` have it by the
         deadline, RedisUnavailableError, AgentLostError.
         """
         return self._put(version, wait, grace, timeout, self._connection.home.mark())

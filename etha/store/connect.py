@@ -42,6 +42,7 @@ from etha.store.keys import (
     CLOSED_LEASE,
     HISTORY_LEASE,
     MAX_EVENTS,
+    MAX_RECEIVED,
     MAX_VERSIONS,
     REGISTRATION_LEASE,
 )
@@ -351,6 +352,7 @@ class RedisConnection:
                 "claim_lease": int(CLAIM_LEASE * 1000),
                 "agent_lease": int(AGENT_LEASE * 1000),
                 "max_events": MAX_EVENTS,
+                "max_received": MAX_RECEIVED,
                 "max_versions": MAX_VERSIONS,
             }
         )

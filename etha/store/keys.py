@@ -28,6 +28,8 @@ CLAIM_LEASE = 10.0
 CLAIM_BEAT = 3.0
 #: How many of a publication's newest versions are remembered with the time at which they were announced.
 MAX_VERSIONS = 256
+#: Names of subscribers that are kept with the newest version that each has received.
+MAX_RECEIVED = 10_000
 #: Approximate number of entries that the stream of events keeps.
 MAX_EVENTS = 10_000
 
@@ -395,6 +397,16 @@ TABLE: tuple[KeyKind, ...] = (
         kept=_CHANGED,
         fields={},
         doc="Subscribers by the seq that they hold.",
+    ),
+    KeyKind(
+        pattern="publication:NAME:received",
+        type="sorted set",
+        owner="the publication's subscribers",
+        lease=HISTORY_LEASE,
+        kept=_CHANGED,
+        fields={},
+        doc=f"Names of subscribers by the newest seq that they have received, also of those that have left since: what "
+        f"put(wait=n) counts. The last {MAX_RECEIVED:,}.",
     ),
     KeyKind(
         pattern="publication:NAME:queue",

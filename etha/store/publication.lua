@@ -12,7 +12,7 @@ local draining, avoiding = object(P.draining), object(P.avoiding)
 if not (retired and orphans and draining and avoiding) then
   return refuse('protocol', "Redis key '" .. key .. "' does not hold JSON where it should")
 end
-local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds', 'sets'}
+local PARTS = {'sides', 'holders', 'free', 'offers', 'held', 'received', 'queue', 'wanted', 'asks', 'claims', 'leases', 'versions', 'feeds', 'sets'}
 local function part(name) return key .. ':' .. name end
 local function side_key(side) return key .. ':side:' .. side end
 local function table_key(digest) return key .. ':table:' .. digest end
@@ -117,6 +117,14 @@ local function index(id)
   end
   if best > 0 then redis.call('ZADD', part('free'), best, id) else redis.call('ZREM', part('free'), id) end
   if has > 0 then redis.call('ZADD', part('offers'), has, id) else redis.call('ZREM', part('offers'), id) end
+end
+
+-- A subscriber holds a version whole. That it has received it counts for a put that waits, also after it has left.
+local function note_held(id, side, seq)
+  redis.call('ZADD', part('held'), seq, id)
+  redis.call('ZADD', part('received'), 'GT', seq, side)
+  local most = req.max_received
+  if redis.call('ZCARD', part('received')) > most then redis.call('ZREMRANGEBYRANK', part('received'), 0, -most - 1) end
 end
 
 local vanished = false

@@ -29,7 +29,7 @@ if req.act == 'hold' then
     if S.role == 'subscriber' and held.seq > number(S.held) then
       S.held = held.seq
       redis.call('HSET', side_key(req.side), 'held', int(held.seq), 'version', held.version)
-      redis.call('ZADD', part('held'), held.seq, id)
+      note_held(id, req.side, held.seq)
     end
   end
   -- What was announced is over, also if an older copy of the data says that ranks are missing.
@@ -158,6 +158,7 @@ save()
 redis.call('HSET', side_key(req.side), 'puts', int(req.put), 'announced', int(seq), 'held', int(seq), 'version', P.version)
 redis.call('HSET', part('versions'), int(seq), json({version = P.version, at = now}))
 redis.call('HDEL', part('versions'), int(seq - req.max_versions))
+redis.call('ZREMRANGEBYSCORE', part('received'), '-inf', int(seq - req.max_versions))
 index(id)
 event('published', 'publication', req.publication, 'seq', int(seq), 'version', P.version)
 wake(req.side, 'announced')

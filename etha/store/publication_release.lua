@@ -41,7 +41,7 @@ if S and number(S.call) <= req.call then
   local own = holder(id)
   local function hold(held, from)
     redis.call('HSET', side_key(req.subscriber), 'held', int(held.seq), 'version', held.version)
-    redis.call('ZADD', part('held'), held.seq, id)
+    note_held(id, req.subscriber, held.seq)
     if own then
       local s = own.slots[1]
       if s.seq > 0 then clear(id, s) end

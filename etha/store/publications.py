@@ -48,6 +48,7 @@ PARTS = (
     "free",
     "offers",
     "held",
+    "received",
     "queue",
     "wanted",
     "asks",
@@ -235,9 +236,9 @@ class Publications:
         request |= {"seq": slot.seq, "version": label_text(version)}
         return int(await self._script("publication_put", publication, request, timeout))
 
-    async def holding(self, publication: str, seq: int, *, timeout: float | None = None) -> int:
-        """How many subscribers hold version ``seq`` or a newer one."""
-        key = self._keys.publication_part(publication, "held")
+    async def receivers(self, publication: str, seq: int, *, timeout: float | None = None) -> int:
+        """How many subscribers have received version ``seq`` or a newer one; those that have left since count, too."""
+        key = self._keys.publication_part(publication, "received")
         return int(
             await self._session.connection.call(
                 f"read {key}", lambda client: client.zcount(key, seq, "+inf"), self._session.limit(timeout)

@@ -784,7 +784,7 @@ class PublicationService:
     async def _wait_held(self, side: LocalSide, message: WaitHeld) -> Ok:
         store = self._store
         async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
-            while await store.publications.holding(side.publication, message.seq, timeout=math.inf) < message.count:
+            while await store.publications.receivers(side.publication, message.seq, timeout=math.inf) < message.count:
                 await changed()
         return Ok()
 
@@ -1324,7 +1324,7 @@ def _slot_late(side: LocalSide, rank: LocalRank, unanswered: Callable[[], EthaEr
 def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
     return lambda: TransferTimeoutError(
         f"put of publication {side.publication!r}: seq {message.seq} is announced, and fewer than wait="
-        f"{message.count} subscribers held it by the deadline",
+        f"{message.count} subscribers had received it by the deadline",
         outcome="withdrawn",
     )
 

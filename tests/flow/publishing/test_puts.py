@@ -88,6 +88,21 @@ async def test_a_put_may_wait_until_others_hold_it(site: Site, pair: str) -> Non
 
 
 @pytest.mark.ways("local", "tcp")
+async def test_those_that_have_received_it_and_left_count_once(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(ROWS)
+        waiting = asyncio.create_task(trainer.put(1, wait=2))
+        for name in ("first", "first", "second"):
+            assert not waiting.done(), "one that comes again is no second one"
+            one = await fleet.subscribe(name, COLUMNS, mapped=True)
+            assert (await one.next()).version == 1
+            await one.close()
+        assert (await waiting).seq == 1
+        with pytest.raises(etha.TransferTimeoutError, match="wait=1 subscribers had received it"):
+            await trainer.put(2, wait=1, timeout=0.5)
+
+
+@pytest.mark.ways("local", "tcp")
 async def test_who_follows(site: Site, pair: str) -> None:
     async with Fleet(site, pair, SHAPES) as fleet:
         trainer = await fleet.publish(ROWS)

@@ -157,7 +157,7 @@ async def test_versions_spread_from_replica_to_replica(fleet: Fleet) -> None:
     last = await fleet.claim("r3", again=True)
     assert last.source != "trainer", "it has given its two copies"
     assert await fleet.commit(last)
-    assert await fleet.publications.holding("p", 1) == 4
+    assert await fleet.publications.receivers("p", 1) == 4
     view = await fleet.publications.view("p")
     assert view is not None
     assert {one.state for one in view.subscribers} == {"current"} and not view.claims and not view.queue
