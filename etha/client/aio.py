@@ -858,6 +858,8 @@ class AsyncTensorBusClient(OfOneProcess):
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), self._loop))
         self._leave_all()
         connection, self._connection = self._connection, None
+        if self._on_host is not None:
+            await self._on_host.close()
         if connection is not None:
             connection.abort()
         self._forget()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha.cuda.driver import DeviceError
-from etha.errors import EthaError, RegistrationError, TransferError, TransferTimeoutError
+from etha.errors import ConfigError, EthaError, RegistrationError, TransferError, TransferTimeoutError
 from tests.fakes.cuda import GPU0, GPU1
 from tests.flow.jobs import tell, wait_for
 from tests.flow.sites import environment
@@ -248,3 +248,14 @@ async def test_a_client_is_closed_while_a_put_waits_for_its_gpu(cards: Cards, cl
         await putting
     cards.driver.release(stream)
     await closing
+
+
+async def test_a_client_may_be_closed_on_another_loop_than_that_of_its_publications(cards: Cards) -> None:
+    client = cards.client("cuda:0")
+    given = {"w": cards.tensor(whole((64, 5)))}
+    publication = await asyncio.to_thread(asyncio.run, client.publish("w", given, **options(given)))
+    await client.close()
+    with pytest.raises(ConfigError, match="this client is closed"):
+        await publication.put(1)
+    async with cards.client("cpu") as other:
+        assert len((await other.status())["agent"]["workers"]) == 1, "the agent has nothing of it"

@@ -19,8 +19,8 @@ from tests.vllm.users import question
 Checkpoints = Callable[[str, int], Path]
 Fresh = Callable[[Path, int], tuple[list[list[int]], dict[str, str]]]
 Env = dict[str, str]
-#: Versions before an engine is killed, while it is away, and after it is back.
-BEFORE, AWAY, AFTER = 3, 1, 2
+#: Versions before an engine is killed, while it is away, and after it is back: 20 with the one that they start with.
+BEFORE, AWAY, AFTER = 11, 2, 6
 
 
 class Witness:

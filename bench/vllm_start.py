@@ -1,0 +1,106 @@
+"""How soon a vLLM engine answers that starts from a publication, beside one that reads safetensors of the same weights.
+
+    .venv-vllm/bin/python bench/vllm_start.py [--rounds 5] [--layers 16] [--hidden 1024]
+
+Both are the whole server, from the start of its process to its first answer of /health; rounds alternate. The file has
+been read before, so it lies in the page cache. The publisher is another process of this host, which has put the version
+before the engine starts and does nothing meanwhile. Whether the weights are right is compared: the engines answer with
+the same tokens. "weights" is the part that vLLM's log says the loading of weights took, or of the model where it does
+not say that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import re
+import statistics
+import sys
+import time
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import harness
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.vllm.checkpoints import make
+from tests.vllm.engines import Server
+from tests.vllm.publishers import PUBLICATION, Publisher
+
+WAYS = ("file", "etha")
+_LOADED = re.compile(r"Loading weights took ([0-9.]+) seconds")
+_MODEL = re.compile(r"Model loading took .*?([0-9.]+) seconds")
+
+
+def started(way: str, model: Path, env: dict[str, str], log: Path) -> tuple[float, float, list[list[int]]]:
+    """(seconds until it answers, seconds of loading as its log says, its tokens)."""
+    follows = {"publication": PUBLICATION, "subscriber": "engine"} if way == "etha" else None
+    options = () if way == "etha" else ("--load-format", "safetensors")
+    begun = time.monotonic()
+    server = Server(model, 1, env, log, options=options, follows=follows)
+    try:
+        server.wait()
+        seconds = time.monotonic() - begun
+        tokens = server.answers()
+    finally:
+        server.child.kill()
+    text = log.read_text(errors="replace")
+    said = _LOADED.findall(text) or _MODEL.findall(text)
+    return seconds, float(said[-1]) if said else float("nan"), tokens
+
+
+def measure(options: argparse.Namespace, directory: Path) -> None:
+    """Run all rounds and print the table."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.vllm.preload"])
+    forkserver.ensure_running()
+    resource_tracker.ensure_running()
+    env = {"ETHA_RUNTIME_DIR": f"{directory}/run", "ETHA_NAMESPACE": "start", "ETHA_IDLE": "600"}
+    hidden = options.hidden
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": options.layers}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 128, "head_dim": 64}
+    model = make("qwen3", directory / "model", seed=0, **sizes, **heads).path
+    nbytes = (model / "model.safetensors").stat().st_size
+    publisher = Publisher(model, env, directory / "publisher.log")
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    answers = []
+    try:
+        publisher.put(model, "v1")
+        for number in range(options.rounds + 1):
+            for way in WAYS:
+                seconds, loading, tokens = started(way, model, env, directory / f"{way}-{number}.log")
+                answers.append(tokens)
+                if number:  # the first of each reads its programs from the disk
+                    found[way].append((seconds, loading))
+                print(
+                    f"{number if number else 'warm-up':>8} {way}: {seconds:.2f} s, weights {loading:.2f} s",
+                    flush=True,
+                )
+    finally:
+        publisher.kill()
+    assert all(tokens == answers[0] for tokens in answers), "the engines answer differently"
+    print(
+        f"\n{nbytes / harness.MIB:.0f} MiB of weights, {options.rounds} rounds, medians (least to most); "
+        f"all answers are equal"
+    )
+    for way in WAYS:
+        ready, loading = zip(*found[way], strict=True)
+        print(
+            f"{way:<6} ready after {statistics.median(ready):6.2f} s ({min(ready):.2f} to {max(ready):.2f}), weights "
+            f"{statistics.median(loading):6.2f} s ({min(loading):.2f} to {max(loading):.2f})"
+        )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=1024)
+    options = parser.parse_args()
+    print(harness.machine())
+    with harness.private_host() as directory:
+        measure(options, directory)
+
+
+if __name__ == "__main__":
+    main()
