@@ -21,7 +21,7 @@ import torch
 from etha.errors import RegistrationError
 from etha.memory.cuda import Mapping, Mappings
 from etha.memory.handles import TensorHandle, span_nbytes
-from etha.memory.pages import exchange, map_pages
+from etha.memory.pages import Asides, map_pages
 from etha.memory.process import ProcessMemory
 from etha.memory.views import CARRIERS, View
 
@@ -128,6 +128,10 @@ class WorkerMemory:
     def exchange(self, pairs: Sequence[tuple[str, str]]) -> None:
         """The worker has exchanged these segments pair by pair, so exchange their mappings, all or none: a view stays
         where it is and shows what the worker's tensor shows. RegistrationError if that is not possible."""
+        with Asides() as asides:
+            self._exchange(pairs, asides)
+
+    def _exchange(self, pairs: Sequence[tuple[str, str]], asides: Asides) -> None:
         done: list[tuple[str, str]] = []
         try:
             for first, second in pairs:
@@ -136,11 +140,11 @@ class WorkerMemory:
                     raise RegistrationError(
                         f"segments {first[:80]!r} and {second[:80]!r} are not two mapped ones of equal size"
                     )
-                exchange(ctypes.addressof(one), ctypes.addressof(other), len(one))
+                asides.exchange(ctypes.addressof(one), ctypes.addressof(other), len(one))
                 self._segments[first], self._segments[second] = other, one
                 done.append((first, second))
         except (OSError, RegistrationError) as error:
-            self.exchange(done[::-1])
+            self._exchange(done[::-1], asides)
             if isinstance(error, OSError):
                 raise RegistrationError(f"exchanging mappings failed: {error.strerror}") from None
             raise

@@ -127,29 +127,56 @@ def _unmap(start: int, length: int, address: int, before: Callable[[int], None] 
         _libc.munmap(start, length)
 
 
-def exchange(first: int, second: int, nbytes: int) -> None:
-    """Exchange two shared mappings of ``nbytes`` each: afterwards each address shows what the other one did.
+class Asides:
+    """Two unused ranges of addresses, through which ``exchange`` moves page tables.
 
-    Page tables move and no data, so 256 MiB take 0.1 ms, and no page is touched for the first time afterwards. Threads
-    may read and write meanwhile, because neither address is unmapped at any moment. OSError if the kernel refuses
-    (before 5.13, ``vm.max_map_count``, or a range of which a part is mapped in another way); nothing has changed then.
-    Do not try again and again: a refusal may leave an unused range of addresses behind.
+    They are reserved when they are needed, and given back by ``close``. Many exchanges use the same ones: each range
+    that is mapped or unmapped interrupts every core on which a thread of this process runs, which costs more than to
+    move the page tables.
     """
-    asides: list[int] = []
-    try:
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._nbytes = 0
+
+    def __enter__(self) -> Asides:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the addresses back. They may be used again."""
+        for start in self._starts:
+            _libc.munmap(start, self._nbytes)
+        self._starts.clear()
+        self._nbytes = 0
+
+    def exchange(self, first: int, second: int, nbytes: int) -> None:
+        """Exchange two shared mappings of ``nbytes`` each: afterwards each address shows what the other one did.
+
+        Page tables move and no data, so 256 MiB take 0.1 ms, and no page is touched for the first time afterwards.
+        Threads may read and write meanwhile, because neither address is unmapped at any moment. OSError if the kernel
+        refuses (before 5.13, ``vm.max_map_count``, or a range of which a part is mapped in another way); nothing has
+        changed then. Do not try again and again: a refusal may leave an unused range of addresses behind.
+        """
+        if nbytes > self._nbytes:
+            self.close()
+            self._nbytes = nbytes
         # First both are moved aside, where a refusal does no harm: what stays behind is the same file without page
         # tables, which faults bring back. The kernel has no reason left to refuse what comes then.
-        for address in (first, second):
-            aside = _reserve(nbytes)
-            _move(address, nbytes, aside, keep=True)
-            asides.append(aside)
-    except OSError:
-        # Not the range of the call that failed: the kernel may have unmapped it, and another thread may have it.
-        for aside in asides:
-            _libc.munmap(aside, nbytes)
-        raise
-    _move(asides[1], nbytes, first, keep=False)
-    _move(asides[0], nbytes, second, keep=False)
+        for i, address in enumerate((first, second)):
+            if i == len(self._starts):
+                self._starts.append(_reserve(self._nbytes))
+            try:
+                _move(address, nbytes, self._starts[i])
+            except OSError:
+                # The kernel may have unmapped what it should have moved to, and another thread may have it.
+                del self._starts[i]
+                self.close()
+                raise
+        _move(self._starts[1], nbytes, first)
+        _move(self._starts[0], nbytes, second)
 
 
 def _reserve(nbytes: int) -> int:
@@ -163,9 +190,9 @@ def _reserve(nbytes: int) -> int:
     return address
 
 
-def _move(address: int, nbytes: int, to: int, *, keep: bool) -> None:
-    """Move a mapping's page tables, and with ``keep=False`` the mapping itself, over whatever is mapped at ``to``."""
-    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | (_MREMAP_DONTUNMAP if keep else 0)
+def _move(address: int, nbytes: int, to: int) -> None:
+    """Move a mapping's page tables over whatever is mapped at ``to``. The address stays mapped, without page tables."""
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     found = _quick.mremap(address, nbytes, nbytes, flags, to)
     if found is None or found == _FAILED:
         code = ctypes.get_errno()

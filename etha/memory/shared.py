@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from etha.errors import ConfigError
-from etha.memory.pages import exchange as exchange_mappings
-from etha.memory.pages import map_pages, sealed_memfd
+from etha.memory.pages import Asides, map_pages, sealed_memfd
 from etha.memory.room import RoomCheck
 
 PAGE = mmap.PAGESIZE
@@ -129,7 +128,7 @@ class _Registry:
                     if not holders:
                         del self._holders[id]
 
-    def exchange(self, holder: object, first: int, second: int) -> tuple[str, str]:
+    def exchange(self, holder: object, first: int, second: int, asides: Asides) -> tuple[str, str]:
         with self._lock:
             one, other = self._segments.get(first), self._segments.get(second)
             if one is None or other is None or one.nbytes != other.nbytes:
@@ -137,7 +136,7 @@ class _Registry:
             if why := self._kept(holder, one) or self._kept(holder, other):
                 raise ExchangeError(why)
             try:
-                exchange_mappings(first, second, one.nbytes)
+                asides.exchange(first, second, one.nbytes)
             except OSError as error:
                 raise ExchangeError(f"the kernel refuses: {error.strerror}", refused=True) from error
             self._segments[first] = replace(other, address=first)
@@ -225,14 +224,14 @@ class ExchangeError(Exception):
         self.refused = refused
 
 
-def exchange(holder: object, first: int, second: int) -> tuple[str, str]:
+def exchange(holder: object, first: int, second: int, asides: Asides) -> tuple[str, str]:
     """Put the segment at address ``second`` where the one at ``first`` is, and that one there; their ids, as they were.
 
     No data is copied. ExchangeError if there are not two segments of equal size, somebody but ``holder`` uses one of
-    them, a child of this process may see them, or the kernel refuses. Not on the main thread, where a signal's handler
-    may raise an exception between two steps.
+    them, a child of this process may see them, or the kernel refuses. All exchanges of a call use the same ``asides``.
+    Not on the main thread, where a signal's handler may raise an exception between two steps.
     """
-    return _registry.exchange(holder, first, second)
+    return _registry.exchange(holder, first, second, asides)
 
 
 def storages(sizes: Sequence[int]) -> list[torch.UntypedStorage]:

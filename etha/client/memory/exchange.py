@@ -21,6 +21,7 @@ from etha.client.memory.segments import SegmentUse
 from etha.client.memory.tensors import empty_like
 from etha.memory import shared
 from etha.memory.handles import is_dense
+from etha.memory.pages import Asides
 
 log = logging.getLogger(__name__)
 
@@ -75,29 +76,31 @@ class PageExchange:
         Not on the main thread. Whoever calls it has to say what was exchanged to the agent, whatever happens."""
         done: dict[int, tuple[str, str]] = {}
         locked = _locked() if not self._over else []
-        for i, tensor in enumerate(tensors):
-            place = stage.tensors[i]
-            if self._why[i] or self._over or place is None:
-                continue
-            # The user may have replaced its memory since the call began, also in on_commit.
-            moved = "" if tensor.data_ptr() == self._addresses[i] else "its memory was replaced"
-            if why := moved or _pinned(tensor, locked):
-                self._warn(i, why)
-                continue
-            try:
-                done[i] = shared.exchange(self._segments, tensor.data_ptr(), place.data_ptr())
-            except shared.ExchangeError as error:
-                self._over = error.refused
-                self._warn(i, str(error))
+        with Asides() as asides:
+            for i, tensor in enumerate(tensors):
+                place = stage.tensors[i]
+                if self._why[i] or self._over or place is None:
+                    continue
+                # The user may have replaced its memory since the call began, also in on_commit.
+                moved = "" if tensor.data_ptr() == self._addresses[i] else "its memory was replaced"
+                if why := moved or _pinned(tensor, locked):
+                    self._warn(i, why)
+                    continue
+                try:
+                    done[i] = shared.exchange(self._segments, tensor.data_ptr(), place.data_ptr(), asides)
+                except shared.ExchangeError as error:
+                    self._over = error.refused
+                    self._warn(i, str(error))
         return done
 
     def restore(self, done: Iterable[int], tensors: Sequence[torch.Tensor], stage: StagedTensors) -> bool:
         """Exchange them again; False if one could not be."""
         try:
-            for i in done:
-                place = stage.tensors[i]
-                assert place is not None
-                shared.exchange(self._segments, tensors[i].data_ptr(), place.data_ptr())
+            with Asides() as asides:
+                for i in done:
+                    place = stage.tensors[i]
+                    assert place is not None
+                    shared.exchange(self._segments, tensors[i].data_ptr(), place.data_ptr(), asides)
         except shared.ExchangeError as error:
             log.warning("%s: its pages stay exchanged: %s", self._what, error)
             return False

@@ -344,10 +344,10 @@ async def test_the_kernel_refuses_at_one_of_four(
         victim = list(swap.held["inference", 0].values())[fails].data_ptr()
         real: Callable[..., None] = pages._move
 
-        def move(address: int, nbytes: int, to: int, *, keep: bool) -> None:
+        def move(address: int, nbytes: int, to: int) -> None:
             if address == victim:
                 raise OSError(12, "Cannot allocate memory")
-            real(address, nbytes, to, keep=keep)
+            real(address, nbytes, to)
 
         monkeypatch.setattr(pages, "_move", move)
         assert await swap.move(2) == {fails * LARGE}
@@ -371,6 +371,41 @@ async def test_the_agent_cannot_exchange(site: Site, pair: str, caplog: pytest.L
         assert "the agent does not exchange its mappings: " in caplog.text
         for value in (3, 4):
             assert await swap.move(value) == {0}
+
+
+@ONE_AGENT
+async def test_neither_the_agent_nor_this_worker_gets_further(
+    site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The version has arrived, but the agent maps other pages than the worker shows: the worker leaves the batch, so that
+    nothing is written where nobody looks, and can register again."""
+    async with Swap(site, pair, made=several) as swap:
+        agent = swap.agent()
+        before = resource.prlimit(agent, resource.RLIMIT_AS)
+        real: Callable[..., None] = pages._move
+        steps = 0
+
+        def move(*where: int) -> None:
+            nonlocal steps
+            steps += 1
+            if steps > 4 * 4:  # all that it takes to exchange four tensors
+                raise OSError(12, "Cannot allocate memory")
+            real(*where)
+
+        monkeypatch.setattr(pages, "_move", move)
+        resource.prlimit(agent, resource.RLIMIT_AS, (address_space(agent), before[1]))
+        try:
+            assert await swap.move(1) == {4 * LARGE}
+        finally:
+            resource.prlimit(agent, resource.RLIMIT_AS, before)
+        monkeypatch.undo()
+        assert steps == 4 * 4 + 1 and "its pages stay exchanged" in caplog.text
+        moved = await swap.sides.move(swap.handles, trainer={"version": 2})
+        assert all(isinstance(found, etha.EthaError) for found in moved.values()), moved
+        assert value_of(swap.held["inference", 0]) == 1
+        await swap.register()
+        for value in (3, 4):
+            assert await swap.move(value) == {4 * LARGE}
 
 
 @ONE_AGENT

@@ -36,6 +36,11 @@ def values(*tensors: torch.Tensor) -> list[set[int]]:
     return [set(tensor.unique().tolist()) for tensor in tensors]
 
 
+def exchange(holder: object, first: int, second: int) -> tuple[str, str]:
+    with pages.Asides() as asides:
+        return shared.exchange(holder, first, second, asides)
+
+
 def mapped() -> int:
     """How many mappings this process has."""
     return Path("/proc/self/maps").read_text().count("\n")
@@ -47,19 +52,50 @@ def test_each_address_shows_what_the_other_one_did(nbytes: int) -> None:
     one, other = describe(a).segment, describe(b).segment
     before = mapped()
     for _ in range(3):
-        assert shared.exchange(None, a.data_ptr(), b.data_ptr()) == (one, other)
+        assert exchange(None, a.data_ptr(), b.data_ptr()) == (one, other)
         assert values(a, b) == [{2}, {1}] and (describe(a).segment, describe(b).segment) == (other, one)
         a[7], b[-1] = 5, 6
-        assert shared.exchange(None, a.data_ptr(), b.data_ptr()) == (other, one)
+        assert exchange(None, a.data_ptr(), b.data_ptr()) == (other, one)
         assert values(a, b) == [{1, 6}, {2, 5}] and (a[-1], b[7]) == (6, 5)
         a[-1], b[7] = 1, 2
     assert mapped() == before
 
 
+def test_exchanges_of_any_sizes_go_through_the_same_asides_and_leave_nothing() -> None:
+    made = [two(nbytes) for nbytes in (HUGE, *SIZES, 3 * HUGE, HUGE, shared.SMALL)]
+    before = mapped()
+    with pages.Asides() as asides:
+        for _ in range(3):
+            for a, b in made:
+                shared.exchange(None, a.data_ptr(), b.data_ptr(), asides)
+    assert mapped() == before
+    assert all(values(a, b) == [{2}, {1}] for a, b in made)
+
+
+def test_after_a_refusal_the_others_that_are_exchanged_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [two(HUGE) for _ in range(3)]
+    real: Callable[..., None] = pages._move
+    with pages.Asides() as asides:
+        for number, (a, b) in enumerate(made):
+            with monkeypatch.context() as patch:
+                if number == 1:
+                    steps = iter([real])
+                    patch.setattr(pages, "_move", lambda *where, steps=steps: next(steps, refuse)(*where))
+                    with pytest.raises(shared.ExchangeError, match="Cannot allocate memory"):
+                        shared.exchange(None, a.data_ptr(), b.data_ptr(), asides)
+                else:
+                    shared.exchange(None, a.data_ptr(), b.data_ptr(), asides)
+    assert [values(a, b) for a, b in made] == [[{2}, {1}], [{1}, {2}], [{2}, {1}]]
+
+
+def refuse(*where: int) -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
 def test_the_descriptor_of_a_segment_is_that_of_its_pages() -> None:
     """Whoever opens a segment by its id after an exchange gets what the tensor shows."""
     a, b = two(HUGE)
-    shared.exchange(None, a.data_ptr(), b.data_ptr())
+    exchange(None, a.data_ptr(), b.data_ptr())
     for tensor, value in ((a, 2), (b, 1)):
         segment = shared.segment(describe(tensor).segment or "")
         assert segment is not None and segment.address == tensor.data_ptr()
@@ -69,7 +105,7 @@ def test_the_descriptor_of_a_segment_is_that_of_its_pages() -> None:
 
 def test_what_is_dropped_after_an_exchange_is_closed_and_nothing_else() -> None:
     a, b = two(HUGE)
-    shared.exchange(None, a.data_ptr(), b.data_ptr())
+    exchange(None, a.data_ptr(), b.data_ptr())
     kept, dropped = (shared.segment(describe(tensor).segment or "") for tensor in (b, a))
     assert kept is not None and dropped is not None
     del a
@@ -100,7 +136,7 @@ def test_threads_read_and_write_meanwhile() -> None:
     for thread in threads:
         thread.start()
     for _ in range(300):
-        shared.exchange(None, a.data_ptr(), b.data_ptr())
+        exchange(None, a.data_ptr(), b.data_ptr())
     over.set()
     for thread in threads:
         thread.join()
@@ -115,7 +151,7 @@ def test_mappings_of_several_parts_are_exchanged_whole_or_not_at_all(part: str) 
     split = (a if part == "first" else b).data_ptr() + mmap.PAGESIZE
     assert _libc.mprotect(split, mmap.PAGESIZE, mmap.PROT_READ) == 0
     try:
-        shared.exchange(None, a.data_ptr(), b.data_ptr())
+        exchange(None, a.data_ptr(), b.data_ptr())
     except shared.ExchangeError as error:
         assert error.refused and values(a, b) == [{1}, {2}]
     else:
@@ -130,12 +166,12 @@ def test_a_refusal_changes_nothing() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + HUGE, before[1]))
     try:
         with pytest.raises(shared.ExchangeError, match="the kernel refuses: Cannot allocate memory") as raised:
-            shared.exchange(None, a.data_ptr(), b.data_ptr())
+            exchange(None, a.data_ptr(), b.data_ptr())
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
     assert raised.value.refused
     assert values(a, b) == [{1}, {2}] and (describe(a).segment, describe(b).segment) == ids
-    shared.exchange(None, a.data_ptr(), b.data_ptr())
+    exchange(None, a.data_ptr(), b.data_ptr())
     assert values(a, b) == [{2}, {1}]
 
 
@@ -146,15 +182,15 @@ def test_a_kernel_that_refuses_a_step(step: int, monkeypatch: pytest.MonkeyPatch
     real: Callable[..., None] = pages._move
     steps: list[int] = []
 
-    def move(address: int, nbytes: int, to: int, *, keep: bool) -> None:
+    def move(address: int, nbytes: int, to: int) -> None:
         steps.append(address)
         if len(steps) == step:
             raise OSError(12, "Cannot allocate memory")
-        real(address, nbytes, to, keep=keep)
+        real(address, nbytes, to)
 
     monkeypatch.setattr(pages, "_move", move)
     with pytest.raises(shared.ExchangeError, match="Cannot allocate memory"):
-        shared.exchange(None, a.data_ptr(), b.data_ptr())
+        exchange(None, a.data_ptr(), b.data_ptr())
     assert len(steps) == step and values(a, b) == [{1}, {2}]
     a.fill_(3)
     assert values(a, b) == [{3}, {2}]
@@ -165,7 +201,7 @@ def test_only_two_segments_of_one_size_are_exchanged() -> None:
     large, plain = empty((2 * HUGE,), torch.uint8).fill_(3), torch.full((HUGE,), 4, dtype=torch.uint8)
     for first, second in ((a, large), (large, a), (a, plain), (plain, b), (a[1:], b)):
         with pytest.raises(shared.ExchangeError, match="its memory was replaced") as raised:
-            shared.exchange(None, first.data_ptr(), second.data_ptr())
+            exchange(None, first.data_ptr(), second.data_ptr())
         assert not raised.value.refused
     assert values(a, b, large, plain) == [{1}, {2}, {3}, {4}]
 
@@ -178,18 +214,18 @@ def test_who_else_holds_a_segment_prevents_it() -> None:
     a, b = two(HUGE)
     ids = [describe(t).segment or "" for t in (a, b)]
     shared.hold(me, ids)
-    shared.exchange(me, a.data_ptr(), b.data_ptr())
+    exchange(me, a.data_ptr(), b.data_ptr())
     with pytest.raises(shared.ExchangeError, match="another open batch"):
-        shared.exchange(None, a.data_ptr(), b.data_ptr())
+        exchange(None, a.data_ptr(), b.data_ptr())
     for id in ids:
         shared.hold(other, [id])
         with pytest.raises(shared.ExchangeError, match="another open batch") as raised:
-            shared.exchange(me, a.data_ptr(), b.data_ptr())
+            exchange(me, a.data_ptr(), b.data_ptr())
         assert not raised.value.refused and values(a, b) == [{2}, {1}]
         shared.let_go(other, ids)
     shared.hold(other, ids)
     del other  # collected without a word
-    shared.exchange(me, a.data_ptr(), b.data_ptr())
+    exchange(me, a.data_ptr(), b.data_ptr())
     assert values(a, b) == [{1}, {2}]
 
 
@@ -205,7 +241,7 @@ def test_a_child_keeps_seeing_what_its_parent_sees() -> None:
         os._exit(0)
     try:
         with pytest.raises(shared.ExchangeError, match="forked"):
-            shared.exchange(None, a.data_ptr(), b.data_ptr())
+            exchange(None, a.data_ptr(), b.data_ptr())
         a.copy_(b)
         os.write(write, b"x")
         assert os.read(back, 2) == bytes([2, 2])
@@ -214,7 +250,7 @@ def test_a_child_keeps_seeing_what_its_parent_sees() -> None:
         for fd in (read, write, back, answer):
             os.close(fd)
     later, place = two(HUGE)
-    shared.exchange(None, later.data_ptr(), place.data_ptr())
+    exchange(None, later.data_ptr(), place.data_ptr())
     assert values(later, place) == [{2}, {1}]
 
 
@@ -223,14 +259,14 @@ def test_a_fork_never_sees_an_exchange_half_done() -> None:
     a, b = two(3 * HUGE)
     over = threading.Event()
 
-    def exchange() -> None:
+    def work() -> None:
         while not over.is_set():
             try:
-                shared.exchange(None, a.data_ptr(), b.data_ptr())
+                exchange(None, a.data_ptr(), b.data_ptr())
             except shared.ExchangeError:
                 return
 
-    thread = threading.Thread(target=exchange)
+    thread = threading.Thread(target=work)
     thread.start()
     back, answer = os.pipe()
     go, say = os.pipe()

@@ -16,7 +16,7 @@ from etha.errors import RegistrationError
 from etha.memory import shared
 from etha.memory.handles import TensorHandle, describe
 from etha.memory.mapping import WorkerMemory, map_sealed
-from etha.memory.pages import sealed_memfd
+from etha.memory.pages import Asides, sealed_memfd
 from etha.memory.process import start_time
 
 
@@ -144,7 +144,8 @@ def test_exchanged_mappings_show_what_the_workers_tensors_show(memory: WorkerMem
 
     for _ in range(3):
         for first, second in ((0, 1), (2, 3)):
-            shared.exchange(None, made[first].data_ptr(), made[second].data_ptr())
+            with Asides() as asides:
+                shared.exchange(None, made[first].data_ptr(), made[second].data_ptr(), asides)
         memory.exchange([(ids[0], ids[1]), (ids[2], ids[3])])
         assert seen() == [int(tensor[-1]) for tensor in made]
         for tensor in made:
