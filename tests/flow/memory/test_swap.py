@@ -377,8 +377,8 @@ async def test_the_agent_cannot_exchange(site: Site, pair: str, caplog: pytest.L
 async def test_neither_the_agent_nor_this_worker_gets_further(
     site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The version has arrived, but the agent maps other pages than the worker shows. So the worker leaves the batch, before
-    something is written where nobody looks, and can register again."""
+    """The version has arrived, but the agent maps other pages than the worker shows. So the worker leaves the batch,
+    before something is written where nobody looks, and can register again."""
     async with Swap(site, pair, made=several) as swap:
         agent = swap.agent()
         before = resource.prlimit(agent, resource.RLIMIT_AS)
