@@ -1,10 +1,14 @@
 """Receive a version all at once: in place, through shadows that are copied, and through shadows that change places.
 
     python bench/atomic.py [--mib 256] [--tensors 1] [--runs 15] [--way local]
+    python bench/atomic.py --alone [--mib 256] [--tensors 64]
 
 One rank sends tensors of etha.empty to one. The three ways are batches of the same source, moved in turns, so what
 else the machine does meets all of them. GB/s is payload over wall time from the first rank's call to the last rank's
 return, the median of the turns after one that warms up. The limit is memmove with two threads, before and after.
+
+``--alone``: only the exchange of two lists of tensors in one process, per pair, with no other thread and beside one
+that adds all the time.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
+import threading
 import time
 from multiprocessing.synchronize import Barrier
 from typing import Any
@@ -22,6 +27,8 @@ from torch.distributed.tensor import Replicate
 
 import etha
 from etha import TensorBusClient
+from etha.memory import shared
+from etha.memory.pages import Asides
 
 TIMEOUT = 120.0
 SIDES = ("source", "target")
@@ -76,6 +83,37 @@ def rank(place: dict[str, str], side: str, options: argparse.Namespace, barrier:
     return turns[1:]
 
 
+def alone(mib: int, count: int, runs: int) -> None:
+    """Print microseconds of one exchange, in a process of one thread and beside a busy one."""
+    numel = (mib << 18) // count
+    first, second = ([etha.empty((numel,)) for _ in range(count)] for _ in range(2))
+    places = [(a.data_ptr(), b.data_ptr()) for a, b in zip(first, second, strict=True)]
+    busy = threading.Event()
+
+    def add() -> None:
+        some = torch.zeros(1 << 20)
+        while busy.is_set():
+            some.add_(1)
+
+    for beside in (False, True):
+        thread = threading.Thread(target=add)
+        if beside:
+            busy.set()
+            thread.start()
+        seconds = []
+        for _ in range(runs):
+            start = time.perf_counter()
+            with Asides() as asides:
+                for a, b in places:
+                    shared.exchange(None, a, b, asides)
+            seconds.append(time.perf_counter() - start)
+        if beside:
+            busy.clear()
+            thread.join()
+        what = "beside a busy thread" if beside else "one thread"
+        print(f"{count} exchanges, {what}: {statistics.median(seconds) / count * 1e6:.0f} us each")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,8 +121,13 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1)
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--way", choices=("local", "tcp"), default="local")
+    parser.add_argument("--alone", action="store_true", help="only the exchanges, in this process")
     options = parser.parse_args()
     print(harness.machine())
+    if options.alone:
+        torch.set_num_threads(1)
+        alone(options.mib, options.tensors, options.runs)
+        return
     limits = [harness.copy_limit(options.mib << 20, 2, options.runs)]
     with harness.private_host() as directory:
         redis = harness.shared_redis()
