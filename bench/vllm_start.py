@@ -5,8 +5,8 @@
 Both are the whole server, from the start of its process to its first answer of /health; rounds alternate. The file has
 been read before, so it lies in the page cache. The publisher is another process of this host, which has put the version
 before the engine starts and does nothing meanwhile. Whether the weights are right is compared: the engines answer with
-the same tokens. "weights" is the part that vLLM's log says the loading of weights took, or of the model where it does
-not say that.
+the same tokens. "weights" is the part for which the engine's log says so: reading them into the model; of the other
+engine memory for versions, receiving one, and loading it into the model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ from tests.vllm.checkpoints import make
 from tests.vllm.engines import Server
 from tests.vllm.publishers import PUBLICATION, Publisher
 
-WAYS = ("file", "etha")
-_LOADED = re.compile(r"Loading weights took ([0-9.]+) seconds")
-_MODEL = re.compile(r"Model loading took .*?([0-9.]+) seconds")
+#: What is measured of each way to start.
+PARTS = {
+    "file": ("answers after", "weights are read"),
+    "etha": ("answers after", "memory for versions", "a version is received", "it is loaded"),
+}
+WAYS = tuple(PARTS)
+_READ = re.compile(r"Loading weights took ([0-9.]+) seconds")
+_TAKEN = re.compile(r"([0-9.]+) s for memory of versions, ([0-9.]+) s to receive it, ([0-9.]+) s to load it")
 
 
-def started(way: str, model: Path, env: dict[str, str], log: Path) -> tuple[float, float, list[list[int]]]:
-    """(seconds until it answers, seconds of loading as its log says, its tokens)."""
+def started(way: str, model: Path, env: dict[str, str], log: Path) -> tuple[list[float], list[list[int]]]:
+    """(seconds until it answers and of the parts that its log names, its tokens)."""
     follows = {"publication": PUBLICATION, "subscriber": "engine"} if way == "etha" else None
     options = () if way == "etha" else ("--load-format", "safetensors")
     begun = time.monotonic()
@@ -45,8 +50,8 @@ def started(way: str, model: Path, env: dict[str, str], log: Path) -> tuple[floa
     finally:
         server.child.kill()
     text = log.read_text(errors="replace")
-    said = _LOADED.findall(text) or _MODEL.findall(text)
-    return seconds, float(said[-1]) if said else float("nan"), tokens
+    (said,) = (_READ if way == "file" else _TAKEN).findall(text)
+    return [seconds, *map(float, [said] if isinstance(said, str) else said)], tokens
 
 
 def measure(options: argparse.Namespace, directory: Path) -> None:
@@ -61,33 +66,23 @@ def measure(options: argparse.Namespace, directory: Path) -> None:
     model = make("qwen3", directory / "model", seed=0, **sizes, **heads).path
     nbytes = (model / "model.safetensors").stat().st_size
     publisher = Publisher(model, env, directory / "publisher.log")
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     answers = []
     try:
         publisher.put(model, "v1")
         for number in range(options.rounds + 1):
             for way in WAYS:
-                seconds, loading, tokens = started(way, model, env, directory / f"{way}-{number}.log")
+                seconds, tokens = started(way, model, env, directory / f"{way}-{number}.log")
                 answers.append(tokens)
                 if number:  # the first of each reads its programs from the disk
-                    found[way].append((seconds, loading))
-                print(
-                    f"{number if number else 'warm-up':>8} {way}: {seconds:.2f} s, weights {loading:.2f} s",
-                    flush=True,
-                )
+                    found[way].append(seconds)
     finally:
         publisher.kill()
     assert all(tokens == answers[0] for tokens in answers), "the engines answer differently"
-    print(
-        f"\n{nbytes / harness.MIB:.0f} MiB of weights, {options.rounds} rounds, medians (least to most); "
-        f"all answers are equal"
-    )
-    for way in WAYS:
-        ready, loading = zip(*found[way], strict=True)
-        print(
-            f"{way:<6} ready after {statistics.median(ready):6.2f} s ({min(ready):.2f} to {max(ready):.2f}), weights "
-            f"{statistics.median(loading):6.2f} s ({min(loading):.2f} to {max(loading):.2f})"
-        )
+    print(f"\n{nbytes / harness.MIB:.0f} MiB of weights, {options.rounds} rounds, medians (least to most) in seconds")
+    for way, parts in PARTS.items():
+        for part, seconds in zip(parts, zip(*found[way], strict=True), strict=True):
+            print(f"{way:<6} {part:<22} {statistics.median(seconds):6.2f} ({min(seconds):.2f} to {max(seconds):.2f})")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -98,8 +99,15 @@ class EngineSubscriber:
             self._metas = self._describe(self._options.timeout)
             first = FirstLoad(model, self._metas, device, agree=workers.agree, memory=_MEMORY)
         self._room = first
-        self._receive_first(until)
-        first.apply()
+        times = [time.monotonic()]
+        for step in (first.room, lambda: self._receive_first(until), first.apply):
+            step()
+            times.append(time.monotonic())
+        log.info(
+            "publication %s: rank %d has its first version in the model: %.2f s for memory of versions, %.2f s to "
+            "receive it, %.2f s to load it",
+            self.publication, self._rank, *(after - before for before, after in pairwise(times)),
+        )  # fmt: skip
 
     def follow(self, model: nn.Module, model_config: Any, device: torch.device, *, strict: bool) -> None:
         """Prepare to bring versions into the ``model`` as it is now; the first one, if ``load`` has not done that.
