@@ -24,7 +24,7 @@ def test_options_have_defaults_and_are_taken_as_they_are() -> None:
     assert follow_options(config({"publication": "policy"})) == FollowOptions(publication="policy")
     given = {
         "publication": "policy", "subscriber": "engine-7", "redis_url": "redis://h:6379", "namespace": "n",
-        "pause": "keep", "timeout": 5,
+        "pause": "keep", "serve": False, "timeout": 5,
     }  # fmt: skip
     assert follow_options(config(given)) == FollowOptions(**given)
 
@@ -50,6 +50,7 @@ def test_an_engine_that_was_told_nothing_follows_nothing() -> None:
         ({"publication": "p", "subscriber": "a/b"}, "subscriber name 'a/b' is not allowed"),
         ({"publication": "p", "namespace": 3}, "namespace name 3 is not allowed"),
         ({"publication": "p", "pause": None}, "pause=None: give one of 'wait', 'abort', 'keep'"),
+        ({"publication": "p", "serve": "no"}, "serve='no': give true or false"),
         ({"publication": "p", "timeout": 0}, "timeout=0: give seconds, more than 0"),
         ({"publication": "p", "timeout": True}, "timeout=True: give seconds"),
         ({"publication": "p", "timeout": float("inf")}, "timeout=inf: give seconds"),

@@ -24,8 +24,9 @@ class FollowOptions:
     """The options of an engine that follows a publication.
 
     ``subscriber``: this engine's name, which is its own; None takes one of the host, the process and chance. ``pause``:
-    what an update does to requests that are under way. ``timeout``: seconds for the first version, and for entering
-    the publication again. ``redis_url``, ``namespace``: None takes what the environment says.
+    what an update does to requests that are under way. ``serve``: its agents give what it has received to other
+    subscribers. ``timeout``: seconds for the first version, and for entering the publication again. ``redis_url``,
+    ``namespace``: None takes what the environment says.
     """
 
     publication: str
@@ -33,6 +34,7 @@ class FollowOptions:
     redis_url: str | None = None
     namespace: str | None = None
     pause: str = "wait"
+    serve: bool = True
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
@@ -45,6 +47,8 @@ class FollowOptions:
             check_redis_url(f"{_WHERE}: redis_url", self.redis_url)
         if self.pause not in PAUSES:
             raise ConfigError(f"{_WHERE}: pause={self.pause!r}: give one of {', '.join(map(repr, PAUSES))}")
+        if not isinstance(self.serve, bool):
+            raise ConfigError(f"{_WHERE}: serve={self.serve!r}: give true or false")
         if type(self.timeout) not in (int, float) or not 0 < self.timeout < float("inf"):
             raise ConfigError(f"{_WHERE}: timeout={self.timeout!r}: give seconds, more than 0")
 

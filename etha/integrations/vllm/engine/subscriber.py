@@ -322,7 +322,7 @@ class EngineSubscriber:
             subscriber=self.name,
             regions=room.regions,
             shapes=room.shapes,
-            serve=False,
+            serve=self._options.serve,
             expected_world_size=self._world,
             rank=self._rank,
             timeout=timeout,
