@@ -651,14 +651,14 @@ class AsyncTensorBusClient(OfOneProcess):
         place = RankInfo.of(world_size=expected_world_size, rank=rank, ranks=ranks, env=self._env)
         defaults = PairDefaults.of_publication(name, place, device_mesh)
         host = await self._for_publications(deadline.left)
-        followed = host._subscriptions.get(name)
-        if followed is not None and not followed.is_lost:
-            raise ConfigError(
-                f"this client follows publication {name!r} already, as {followed.subscriber}: close that subscription "
-                f"first, or use another client"
-            )
         with host._calls.begin(f"subscribe to {name!r}"):
             connection = await host._connect(deadline.left)
+            followed = host._subscriptions.get(name)
+            if followed is not None and not followed.is_lost:
+                raise ConfigError(
+                    f"this client follows publication {name!r} already, as {followed.subscriber}: close that "
+                    f"subscription first, or use another client"
+                )
             subscription = AsyncSubscription(
                 host,
                 connection=connection,

@@ -521,6 +521,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
             timeout=start.left,
         )
         before = registration.moved
+        registration.torn = False  # what an earlier hop has left was settled with it
         try:
             await self._client.receive_hop(
                 registration, on_commit=commit.callback, progress=progress, timeout=deadline.left, seq=claimed.seq
@@ -528,7 +529,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         finally:  # a call that is cancelled may have been committed all the same
             if registration.moved is not before:
                 commit.moved = registration.moved
-            commit.torn = not self._atomic and registration.torn
+            commit.torn = registration.torn
         assert commit.moved is not None
         moved = commit.moved
         if moved.version != claimed.seq:

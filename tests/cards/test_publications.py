@@ -158,6 +158,27 @@ async def test_a_device_that_fails_at_a_put(cards: Cards, clients: Any) -> None:
     assert (await publication.put(2)).seq == 1
 
 
+@pytest.mark.parametrize("atomic", [False, True])
+async def test_a_device_that_fails_as_a_version_is_put_in_place(cards: Cards, clients: Any, atomic: bool) -> None:
+    """The tensors may be of both versions, so the subscription says that they hold none, until it has received one."""
+    a, b = clients
+    given = {"w": cards.tensor(whole((64, 5)))}
+    wanted = {"w": cards.tensor(stale(whole((64, 5))), GPU1)}
+    publication = await a.publish("w", given, **options(given))
+    subscription = await b.subscribe("w", wanted, subscriber="s", atomic=atomic, **options(wanted))
+    await publication.put(1)
+    await subscription.next()
+    given["w"].add_(1)
+    await publication.put(2)
+    cards.driver.fail("record", DeviceError("cudaErrorIllegalAddress", "by the test", sticky=False))
+    with pytest.raises(TransferError, match="by the test") as caught:
+        await subscription.next()
+    assert caught.value.torn and (subscription.version, subscription.seq) == (None, 0)
+    assert await publication.holders() == frozenset()
+    assert (await subscription.next()).version == 2
+    assert torch.equal(wanted["w"], whole((64, 5)) + 1) and subscription.version == 2
+
+
 async def test_tensors_of_another_card_are_refused_by_name(cards: Cards, clients: Any) -> None:
     a, _ = clients
     given = {"mine": cards.tensor(whole((4, 5))), "other": cards.tensor(whole((4, 5)), GPU1)}

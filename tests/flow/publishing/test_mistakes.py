@@ -157,6 +157,25 @@ async def test_names_that_are_taken(site: Site, pair: str) -> None:
             await fleet.subscribe("trainer", Cut(), serve=False)
 
 
+async def test_one_client_follows_a_publication_once_also_if_it_subscribes_twice_at_once(
+    site: Site, pair: str
+) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet, site.client("replica", 0) as client:
+        trainer = await fleet.publish(Cut())
+        tensors = [Cut().held(SHAPES, 0, 0) for _ in range(2)]
+
+        async def subscribe(number: int) -> etha.AsyncSubscription:
+            how = Cut().options(SHAPES, 0)
+            return await client.subscribe(pair, tensors[number], subscriber=f"r{number}", serve=False, **how)
+
+        made = await asyncio.gather(subscribe(0), subscribe(1), return_exceptions=True)
+        (refused,) = (one for one in made if isinstance(one, BaseException))
+        assert isinstance(refused, etha.ConfigError) and "follows publication" in refused.message
+        (kept,) = (one for one in made if isinstance(one, etha.AsyncSubscription))
+        await trainer.put(1)
+        assert (await kept.next()).version == 1
+
+
 async def test_calls_that_cannot_be_right(site: Site, pair: str) -> None:
     async with Fleet(site, pair, SHAPES) as fleet:
         trainer = await fleet.publish(Cut())
