@@ -520,6 +520,9 @@ class Publish(StrictStruct, frozen=True, kw_only=True):
     fan_out: int | None = None
     #: Bytes per second that the agent may send of it; above 0.
     max_rate: float | None = None
+    #: torchrun's run id, if ``launch`` is made of it, and whether it replaces a launch that lives; as of ``init_pair``.
+    run: Text | None = None
+    takeover: bool = False
 
 
 @message("published")
@@ -570,11 +573,15 @@ class WaitHeld(StrictStruct, frozen=True, kw_only=True):
 
 @message("wait_holders")
 class WaitHolders(StrictStruct, frozen=True, kw_only=True):
-    """Which subscribers hold version ``seq`` or a newer one? Wait until they are others than ``known``. -> Holders."""
+    """Which subscribers hold version ``seq`` or a newer one? Wait until they are others than ``known``. -> Holders.
+
+    ``left``: also those that have received it and have left since.
+    """
 
     publication: Text
     seq: int
     known: Items[Text]
+    left: bool = False
 
 
 @message("holders")
@@ -636,6 +643,9 @@ class Subscribe(StrictStruct, frozen=True, kw_only=True):
     entries: Annotated[tuple[Entry, ...], Meta(max_length=MAX_TENSORS)]
     refusals: Annotated[tuple[Refusal, ...], Meta(max_length=MAX_TENSORS)]
     serves: Handles | None
+    #: torchrun's run id, if ``launch`` is made of it, and whether it replaces a launch that lives; as of ``init_pair``.
+    run: Text | None = None
+    takeover: bool = False
 
 
 @message("subscribed")

@@ -32,7 +32,7 @@ from etha.bus.messages import (
     WaitHolders,
 )
 from etha.client.active_calls import ActiveCalls
-from etha.client.arguments.checks import check_timeout, check_version, shown
+from etha.client.arguments.checks import check_flag, check_timeout, check_version, shown
 from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
 from etha.client.manifest import Item, TensorManifest
@@ -193,6 +193,8 @@ class AsyncPublication(OfOneProcess):
             world_size=self._place.world_size,
             rank=self._place.rank,
             launch=self._place.launch,
+            run=self._place.run,
+            takeover=self._place.takeover,
             layouts=layouts,
             entries=entries,
             refusals=tuple(one for one in self._manifest.refusals if not one.target_only),
@@ -271,18 +273,20 @@ class AsyncPublication(OfOneProcess):
         return [SubscriberState(**one) for one in found.subscribers]
 
     async def holders(
-        self, *, other_than: Collection[str] | None = None, timeout: float | None = None
+        self, *, other_than: Collection[str] | None = None, left: bool = False, timeout: float | None = None
     ) -> frozenset[str]:
         """Names of the subscribers that hold the version that this rank has put last, or a newer one.
 
-        ``other_than``: wait until they are others than these. Raises TransferTimeoutError at the deadline,
-        PeerLostError once another launch publishes.
+        ``left``: also those that have received it and have left since, as ``put(wait=)`` counts them. ``other_than``:
+        wait until they are others than these. Raises TransferTimeoutError at the deadline, PeerLostError once another
+        launch publishes.
         """
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         known = _check_names("other_than", other_than)
+        check_flag("left", left)
         self._check()
         # No subscriber has an empty name, so nobody is waited for.
-        message = WaitHolders(publication=self.name, seq=self.seq, known=("",) if known is None else known)
+        message = WaitHolders(publication=self.name, seq=self.seq, known=("",) if known is None else known, left=left)
         with self._calls.begin(f"holders of {self.name!r}"), self._lost():
             found = await self._connection.link.request(message, timeout=seconds)
         assert isinstance(found, Holders)

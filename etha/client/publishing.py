@@ -49,9 +49,11 @@ class Publication(OfOneProcess):
         found: list[SubscriberState] = self._run(self._inner.subscribers(timeout=timeout))
         return found
 
-    def holders(self, *, other_than: Collection[str] | None = None, timeout: float | None = None) -> frozenset[str]:
+    def holders(
+        self, *, other_than: Collection[str] | None = None, left: bool = False, timeout: float | None = None
+    ) -> frozenset[str]:
         """Names of the subscribers that hold the version put last, or a newer one; see ``AsyncPublication.holders``."""
-        found: frozenset[str] = self._run(self._inner.holders(other_than=other_than, timeout=timeout))
+        found: frozenset[str] = self._run(self._inner.holders(other_than=other_than, left=left, timeout=timeout))
         return found
 
     def close(self) -> None:

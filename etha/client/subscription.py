@@ -265,6 +265,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
             world_size=self._place.world_size,
             rank=self._place.rank,
             launch=self._place.launch,
+            run=self._place.run,
+            takeover=self._place.takeover,
             layouts=layouts,
             entries=entries,
             refusals=self._manifest.refusals,

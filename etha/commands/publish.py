@@ -30,7 +30,7 @@ def publish(
     ] = None,
     publisher: Annotated[str, typer.Option(help="the name of this side")] = "checkpoint",
     until: Annotated[
-        int | None, typer.Option(min=1, help="leave once so many subscribers hold it; default: stay")
+        int | None, typer.Option(min=1, help="leave once so many subscribers have received it; default: stay")
     ] = None,
     fan_out: Annotated[
         int | None, typer.Option(min=1, help="subscribers that are served from here at once; default: 2")
@@ -85,7 +85,7 @@ def publish(
         except asyncio.CancelledError:
             say("stopped: this host's agent keeps the version until somebody else holds it")
         else:
-            say(f"{counted(options.until or 0, 'subscriber')} or more hold it")
+            say(f"{counted(options.until or 0, 'subscriber')} or more have received it")
 
 
 def tell_published(what: PublishedDirectory) -> None:
@@ -97,9 +97,12 @@ def tell_published(what: PublishedDirectory) -> None:
     )
 
 
-def tell_holder(state: SubscriberState) -> None:
+def tell_holder(name: str, state: SubscriberState | None) -> None:
+    if state is None:
+        say(f"{name} has received it, and has left")
+        return
     source = f", from {state.source}" if state.source else ""
-    say(f"{state.name} ({counted(state.ranks, 'rank')}) holds seq {state.seq}{source}")
+    say(f"{name} ({counted(state.ranks, 'rank')}) holds seq {state.seq}{source}")
 
 
 def say(text: str) -> None:

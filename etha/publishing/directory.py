@@ -17,7 +17,7 @@ from etha.publishing.checkpoint_files import MappedCheckpoint, map_checkpoint
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryOptions:
     """What ``etha publish`` is given. ``version`` None: the label that the files have. ``until``: leave once so many
-    subscribers hold it; None: stay."""
+    subscribers have received it; None: stay."""
 
     name: str
     directory: Path
@@ -30,31 +30,32 @@ class DirectoryOptions:
 
 
 class PublishedDirectory:
-    """A directory while it is published. ``held``: names of the subscribers that hold it."""
+    """A directory while it is published. ``received``: names of the subscribers that have received it."""
 
     def __init__(self, options: DirectoryOptions, files: MappedCheckpoint, put: PublishedVersion) -> None:
         self.options, self.files, self.put = options, files, put
-        self.held: frozenset[str] = frozenset()
+        self.received: frozenset[str] = frozenset()
 
-    async def follow(self, publication: AsyncPublication, tell: Callable[[SubscriberState], None]) -> None:
-        """Call ``tell`` with each subscriber that has received it; return once ``until`` of them hold it."""
+    async def follow(self, publication: AsyncPublication, tell: Callable[[str, SubscriberState | None], None]) -> None:
+        """Call ``tell`` with the name of each subscriber that has received it, and with its state unless it has left;
+        return once ``until`` have received it."""
         until = math.inf if self.options.until is None else self.options.until
-        while len(self.held) < until:
-            held = await publication.holders(other_than=self.held, timeout=math.inf)
+        while len(self.received) < until:
+            received = await publication.holders(other_than=self.received, left=True, timeout=math.inf)
             states = {one.name: one for one in await publication.subscribers(timeout=self.options.timeout)}
-            for name in sorted(held - self.held):
-                if name in states:  # otherwise it has left already
-                    tell(states[name])
-            self.held = held
+            for name in sorted(received - self.received):
+                tell(name, states.get(name))
+            self.received = received
 
 
 async def publish_directory(
     client: AsyncTensorBusClient,
     options: DirectoryOptions,
     published: Callable[[PublishedDirectory], None],
-    tell: Callable[[SubscriberState], None],
+    tell: Callable[[str, SubscriberState | None], None],
 ) -> None:
-    """Publish a directory and stay its holder until ``options.until`` subscribers hold it, or until cancelled.
+    """Publish a directory and stay its holder until ``options.until`` subscribers have received it, or until
+    cancelled.
 
     The files are copied once, from the page cache into the slot that the agent keeps. ConfigError if the directory
     holds no checkpoint, or somebody else publishes under this name.

@@ -119,12 +119,16 @@ local function index(id)
   if has > 0 then redis.call('ZADD', part('offers'), has, id) else redis.call('ZREM', part('offers'), id) end
 end
 
--- A subscriber holds a version whole. That it has received it counts for a put that waits, also after it has left.
-local function note_held(id, side, seq)
-  redis.call('ZADD', part('held'), seq, id)
+-- A subscriber has received a version whole: that counts for a put that waits, also after it has left.
+local function note_received(side, seq)
   redis.call('ZADD', part('received'), 'GT', seq, side)
   local most = req.max_received
   if redis.call('ZCARD', part('received')) > most then redis.call('ZREMRANGEBYRANK', part('received'), 0, -most - 1) end
+end
+
+local function note_held(id, side, seq)
+  redis.call('ZADD', part('held'), seq, id)
+  note_received(side, seq)
 end
 
 local vanished = false

@@ -58,6 +58,15 @@ local opens = not S.launch
 if S.launch then
   local over
   if req.launch and req.launch ~= S.launch then
+    -- A restart of one run is what torchrun does to a job that has failed; another run may be another experiment.
+    if req.serial == 0 and req.run ~= '' and string.match(S.launch, '^(.*)%.%d+$') ~= req.run and not req.takeover then
+      local held = living(ranks)
+      if #held > 0 then
+        return refuse('config', where .. ': launch ' .. S.launch .. ' lives (' .. shown(held[1]) .. '), and this process '
+          .. 'belongs to another torchrun run, ' .. req.run .. ': end that job first, take another name, or take over from '
+          .. 'it with ETHA_TAKEOVER=1', {held = held})
+      end
+    end
     over = {'relaunched', 'launch ' .. S.launch .. ' of ' .. side .. ' was superseded by launch ' .. req.launch}
   elseif mine and process(mine) ~= process(me) then
     if not is_dead(mine) then

@@ -119,7 +119,8 @@ class PublicationRank:
     ``places``: how many subscribers it serves at once (the publisher's ``fan_out``; 0: it does not serve). ``slots``:
     versions that it keeps at once. ``passes``: whether a subscriber's agents pass on what it is still receiving.
     ``copies``: of the publisher, how many copies of one version it gives while another holder has that version; None
-    for no limit. ``serial`` is 0, or what an agent puts back after Redis has lost it.
+    for no limit. ``serial`` is 0, or what an agent puts back after Redis has lost it. ``run``: torchrun's run id, if
+    ``launch`` is made of it; it replaces a launch of another run that lives only with ``takeover``.
     """
 
     publication: str
@@ -129,6 +130,8 @@ class PublicationRank:
     world: int
     tensors: TensorTable
     launch: str | None = None
+    run: str | None = None
+    takeover: bool = False
     zone: str = ""
     slots: int = 1
     places: int = 1

@@ -35,6 +35,10 @@ end
 local claim = end_claim(int(req.number), req.committed)
 local S = current_side(req.subscriber, req.serial)
 local id = req.subscriber .. '/' .. int(req.serial)
+if req.committed then -- also if it has left before Redis hears of this
+  note_received(req.subscriber, req.seq)
+  if (P.publisher or '') ~= '' then wake(P.publisher, 'held') end
+end
 -- A later question of the same subscriber is about a buffer that has been written since. A Redis that has lost its data
 -- knows of no question.
 if S and number(S.call) <= req.call then
@@ -63,7 +67,6 @@ if S and number(S.call) <= req.call then
     if req.seq > number(P.seq) then P.seq, P.version = req.seq, req.version end
     redis.call('HSET', side_key(req.subscriber), 'error', '', 'protect', '0', 'source', req.source, 'seconds',
       string.format('%.6f', req.seconds))
-    if (P.publisher or '') ~= '' then wake(P.publisher, 'held') end
   elseif number(S.over) < req.call or claim then
     redis.call('HSET', side_key(req.subscriber), 'error', req.error)
     if req.overwritten then redis.call('HSET', side_key(req.subscriber), 'protect', '1') end

@@ -146,6 +146,8 @@ class Publications:
             "dead": {},
             "tensors": {},
             "sets": {},
+            "run": entrance.run or "",
+            "takeover": entrance.takeover,
         }
         request |= {name: value for name in ("launch", "copies") if (value := getattr(entrance, name)) is not None}
         loop = asyncio.get_running_loop()
@@ -236,14 +238,14 @@ class Publications:
         request |= {"seq": slot.seq, "version": label_text(version)}
         return int(await self._script("publication_put", publication, request, timeout))
 
-    async def receivers(self, publication: str, seq: int, *, timeout: float | None = None) -> int:
-        """How many subscribers have received version ``seq`` or a newer one; those that have left since count, too."""
+    async def receivers(self, publication: str, seq: int, *, timeout: float | None = None) -> tuple[str, ...]:
+        """Names of the subscribers that have received version ``seq`` or a newer one, in order; also of those that have
+        left since."""
         key = self._keys.publication_part(publication, "received")
-        return int(
-            await self._session.connection.call(
-                f"read {key}", lambda client: client.zcount(key, seq, "+inf"), self._session.limit(timeout)
-            )
+        found = await self._session.connection.call(
+            f"read {key}", lambda client: client.zrangebyscore(key, seq, "+inf"), self._session.limit(timeout)
         )
+        return tuple(sorted(map(str, found)))
 
     async def holding_names(self, publication: str, seq: int, *, timeout: float | None = None) -> tuple[str, ...]:
         """Names of the subscribers that hold version ``seq`` or a newer one, in order."""

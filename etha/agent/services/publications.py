@@ -15,9 +15,10 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from etha.agent.protocol.effects import name_ranks
@@ -305,7 +306,9 @@ class PublicationService:
                 self._answer(session, request, self._finish_put(side, rank, message), late)
             case WaitHeld() as message:
                 side, _ = self._find(session, message.publication, "publisher")
-                self._answer(session, request, self._wait_held(side, message), _held_late(side, message))
+                received: list[str] = []
+                waiting = self._wait_held(side, message, received)
+                self._answer(session, request, waiting, partial(_held_late, side, message, received))
             case WaitHolders() as message:
                 side, _ = self._find(session, message.publication, "publisher")
                 self._answer(session, request, self._wait_holders(side, message), _holders_late(side, message))
@@ -448,6 +451,8 @@ class PublicationService:
                 world=message.world_size,
                 tensors=table,
                 launch=message.launch,
+                run=message.run,
+                takeover=message.takeover,
                 zone=self._zone,
                 slots=max(1, len(handles)),
                 places=_places(message, bool(handles)),
@@ -781,18 +786,22 @@ class PublicationService:
             held.pop(slot, None)
         self._store.publications.versions[side.publication, side.holder] = tuple(held.values())
 
-    async def _wait_held(self, side: LocalSide, message: WaitHeld) -> Ok:
+    async def _wait_held(self, side: LocalSide, message: WaitHeld, received: list[str]) -> Ok:
+        """``received``: those that have it so far, for the error at the deadline."""
         store = self._store
         async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
-            while await store.publications.receivers(side.publication, message.seq, timeout=math.inf) < message.count:
+            while True:
+                received[:] = await store.publications.receivers(side.publication, message.seq, timeout=math.inf)
+                if len(received) >= message.count:
+                    return Ok()
                 await changed()
-        return Ok()
 
     async def _wait_holders(self, side: LocalSide, message: WaitHolders) -> Holders:
         store, known = self._store, set(message.known)
         async with store.changes(store.keys.publication_side(side.publication, side.name)) as changed:
             while True:
-                found = await store.publications.holding_names(side.publication, message.seq, timeout=math.inf)
+                names = store.publications.receivers if message.left else store.publications.holding_names
+                found = await names(side.publication, message.seq, timeout=math.inf)
                 if set(found) != known:
                     return Holders(subscribers=found)
                 if await store.publications.superseded(side.publication, side.name, side.serial, timeout=math.inf):
@@ -1321,10 +1330,12 @@ def _slot_late(side: LocalSide, rank: LocalRank, unanswered: Callable[[], EthaEr
     )
 
 
-def _held_late(side: LocalSide, message: WaitHeld) -> Callable[[], EthaError]:
-    return lambda: TransferTimeoutError(
+def _held_late(side: LocalSide, message: WaitHeld, received: Sequence[str]) -> EthaError:
+    shown = ", ".join(received[:5]) + (f" and {len(received) - 5} more" if len(received) > 5 else "")
+    return TransferTimeoutError(
         f"put of publication {side.publication!r}: seq {message.seq} is announced, and fewer than wait="
-        f"{message.count} subscribers had received it by the deadline",
+        f"{message.count} subscribers had received it by the deadline: {shown or 'none'}; subscribers() says what the "
+        f"others do",
         outcome="withdrawn",
     )
 

@@ -33,6 +33,8 @@ class RankInfo:
     ranks: Mapping[int, int] | None
     #: torchrun's run id, if the launch's id is made of it.
     run: str | None = None
+    #: ETHA_TAKEOVER.
+    takeover: bool = False
 
     @classmethod
     def of(
@@ -48,7 +50,9 @@ class RankInfo:
         check_ranks(ranks)
         if ranks is None and world and (shift := rank - dist.get_rank()) != 0:
             ranks = {r: r + shift for r in range(dist.get_world_size())}
-        return cls(rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks, run=env.run_id)
+        return cls(
+            rank=rank, world_size=world_size, launch=env.launch_id, ranks=ranks, run=env.run_id, takeover=env.takeover
+        )
 
     def layout_of(self, mesh: DeviceMesh | torch.Tensor | tuple[int, ...], placements: Sequence[Placement]) -> Layout:
         """A layout over ``mesh``: a mesh or table of torch world ranks, or a plain shape over side ranks."""

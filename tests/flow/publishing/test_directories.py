@@ -92,7 +92,7 @@ def test_a_fleet_starts_from_a_directory_and_a_trainer_goes_on(
             assert "trainer publishes it already, and is alive" in " ".join(late.stderr.split())
 
 
-def test_it_leaves_once_enough_subscribers_hold_it(
+def test_it_leaves_once_enough_subscribers_have_received_it(
     runtime: Path, tmp_path: Path, checkpoint: dict[str, torch.Tensor]
 ) -> None:
     words = ("policy", str(tmp_path / "model"), "--until", "2", "--version", "12", "--publisher", "base")
@@ -107,7 +107,7 @@ def test_it_leaves_once_enough_subscribers_hold_it(
                 assert subscription.next().version == 12
                 assert torch.equal(held["w"], checkpoint["w"].float())
                 assert line(process).startswith(f"r{number} (1 rank) holds seq 1, from ")
-            assert line(process) == "2 subscribers or more hold it"
+            assert line(process) == "2 subscribers or more have received it"
             assert process.wait(SECONDS) == 0
 
 

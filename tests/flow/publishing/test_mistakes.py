@@ -157,9 +157,7 @@ async def test_names_that_are_taken(site: Site, pair: str) -> None:
             await fleet.subscribe("trainer", Cut(), serve=False)
 
 
-async def test_one_client_follows_a_publication_once_also_if_it_subscribes_twice_at_once(
-    site: Site, pair: str
-) -> None:
+async def test_one_client_follows_a_publication_once_also_if_it_subscribes_twice_at_once(site: Site, pair: str) -> None:
     async with Fleet(site, pair, SHAPES) as fleet, site.client("replica", 0) as client:
         trainer = await fleet.publish(Cut())
         tensors = [Cut().held(SHAPES, 0, 0) for _ in range(2)]

@@ -98,7 +98,7 @@ async def test_those_that_have_received_it_and_left_count_once(site: Site, pair:
             assert (await one.next()).version == 1
             await one.close()
         assert (await waiting).seq == 1
-        with pytest.raises(etha.TransferTimeoutError, match="wait=1 subscribers had received it"):
+        with pytest.raises(etha.TransferTimeoutError, match="wait=1 subscribers had received it by the deadline: none"):
             await trainer.put(2, wait=1, timeout=0.5)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
@@ -157,10 +158,49 @@ async def test_versions_spread_from_replica_to_replica(fleet: Fleet) -> None:
     last = await fleet.claim("r3", again=True)
     assert last.source != "trainer", "it has given its two copies"
     assert await fleet.commit(last)
-    assert await fleet.publications.receivers("p", 1) == 4
+    assert await fleet.publications.receivers("p", 1) == ("r0", "r1", "r2", "r3")
     view = await fleet.publications.view("p")
     assert view is not None
     assert {one.state for one in view.subscribers} == {"current"} and not view.claims and not view.queue
+
+
+async def test_who_has_left_before_redis_hears_of_its_hop_has_received_the_version(fleet: Fleet) -> None:
+    """The release of its claim and its leave are told one after the other, in either order."""
+    await fleet.enter("trainer", 0, places=2)
+    for number, name in enumerate(("r0", "r1")):
+        await fleet.enter(name, 1 + number)
+    await fleet.put("v1")
+    first, second = [await fleet.claim(name) for name in ("r0", "r1")]
+    assert await fleet.publications.leave("p", "r0", 0, process(1), "closed")
+    assert not await fleet.commit(first)
+    assert await fleet.publications.receivers("p", 1) == ("r0",)
+    assert await fleet.publications.holding_names("p", 1) == ()
+    assert await fleet.commit(second)
+    assert await fleet.publications.leave("p", "r1", 0, process(2), "closed")
+    assert await fleet.publications.receivers("p", 1) == ("r0", "r1")
+
+
+@pytest.mark.parametrize("side", ["trainer", "r"])
+async def test_another_torchrun_run_takes_a_living_launch_over_only_if_it_is_told_to(fleet: Fleet, side: str) -> None:
+    hosts = (RankHolder(agent="a", host=f"host-{number}", pid=1000 + number, start=1) for number in itertools.count())
+
+    async def enter(launch: str, **more: Any) -> None:
+        """From one more host; all of them live as long as their agent."""
+        await fleet.enter(side, 0, member=next(hosts), launch=launch, **more)
+
+    await enter("one.0", run="one")
+    with pytest.raises(
+        ConfigError, match=r"launch one\.0 lives \(pid 1000 on host .*\), .* run, two: .*ETHA_TAKEOVER=1"
+    ):
+        await enter("two.0", run="two")
+    await enter("one.1", run="one")  # torchrun has restarted it
+    await enter("mine")  # ETHA_LAUNCH_ID
+    with pytest.raises(ConfigError, match="launch mine lives"):
+        await enter("two.0", run="two")
+    await enter("two.0", run="two", takeover=True)
+    # One that has ended is no launch that lives.
+    await fleet.enter(side, 1, launch="three.0", run="three", takeover=True)
+    await fleet.enter(side, 2, launch="four.0", run="four")
 
 
 async def test_a_question_whose_answer_was_lost_is_answered_the_same(fleet: Fleet) -> None:
