@@ -106,20 +106,22 @@ class ActiveCall:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._calls.remove(self)
-        assert self._task is not None and self._token is not None
-        _within.reset(self._token)
+        task, token, registration = self._task, self._token, self.registration
+        assert task is not None and token is not None
+        _within.reset(token)
+        # The loop keeps the context in which a socket was opened, and with it this call, as long as the socket is open.
+        # The task has the call's result, which may keep the client that holds the socket.
+        self._task = self._token = self._link = self.registration = None
         if self._cancelled:
-            only_us = self._task.uncancel() <= self._cancelling
+            only_us = task.uncancel() <= self._cancelling
             if only_us and isinstance(error, asyncio.CancelledError):
                 assert self._why is not None
-                raise self._error(self._why) from None
+                raise self._error(self._why, registration) from None
 
-    def _error(self, why: str) -> EthaError:
-        if self.registration is None:
+    def _error(self, why: str, registration: Registration | None) -> EthaError:
+        if registration is None:
             return ConfigError(f"{self._what} has ended: {why}")
-        return TransferAbortedError(
-            f"batch {self.registration.batch!r}: {self._what} has ended: {why}", outcome="withdrawn"
-        )
+        return TransferAbortedError(f"batch {registration.batch!r}: {self._what} has ended: {why}", outcome="withdrawn")
 
 
 class ActiveCalls:

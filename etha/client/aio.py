@@ -68,7 +68,7 @@ from etha.client.results import (
 )
 from etha.client.snapshot import send_snapshot
 from etha.client.subscription import AsyncSubscription
-from etha.client.tasks import Deadline, Shield, reminded
+from etha.client.tasks import Deadline, Shield, on_loop, reminded
 from etha.client.transfer import check_call, transfer
 from etha.config import CUDA_AGENT, LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
@@ -855,7 +855,7 @@ class AsyncTensorBusClient(OfOneProcess):
         """``close`` on another loop than the client's own, which may have ended."""
         assert self._loop is not None
         if self._loop.is_running():
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.close(), self._loop))
+            return await on_loop(self._loop, self.close)
         self._leave_all()
         connection, self._connection = self._connection, None
         if self._on_host is not None:

@@ -39,7 +39,7 @@ from etha.client.manifest import Item, TensorManifest
 from etha.client.memory.base import Mark, TensorMemory
 from etha.client.one_process import OfOneProcess
 from etha.client.results import Version
-from etha.client.tasks import Deadline, Shield
+from etha.client.tasks import Deadline, Shield, on_loop
 from etha.config import MAX_WORLD
 from etha.errors import AGAIN, AgentLostError, ConfigError, TransferTimeoutError
 from etha.memory import shared
@@ -160,7 +160,9 @@ class AsyncPublication(OfOneProcess):
         self._manifest, self._timeout, self._check_usable = manifest, timeout, check_usable
         self._unmoved = manifest.unmoved()
         self._slots: Slots | None = None
-        self._turn = asyncio.Lock()
+        self._turn, self._loop = asyncio.Lock(), asyncio.get_running_loop()
+        #: What waits for subscribers.
+        self._waits: set[asyncio.Future[Any]] = set()
         self._number, self._failed = 0, False
         self._newest = PublishedVersion(seq=0, version=None)
         self._open = True
@@ -229,7 +231,7 @@ class AsyncPublication(OfOneProcess):
     ) -> PublishedVersion:
         deadline = Deadline(self._timeout if timeout is None else check_timeout(timeout, "timeout"))
         check_version(version)
-        _check_count("wait", wait, least=0)
+        _check_count("wait", wait, least=0, most=MAX_WORLD)
         check_timeout(grace, "grace")
         self._check()
         link = self._connection.link
@@ -260,7 +262,7 @@ class AsyncPublication(OfOneProcess):
                 self._turn.release()
             if wait:
                 held = WaitHeld(publication=self.name, seq=put.seq, count=wait)
-                await link.request(held, timeout=deadline.left)
+                await self._unless_closed(link.request(held, timeout=deadline.left))
         return put
 
     async def subscribers(self, *, timeout: float | None = None) -> list[SubscriberState]:
@@ -288,7 +290,7 @@ class AsyncPublication(OfOneProcess):
         # No subscriber has an empty name, so nobody is waited for.
         message = WaitHolders(publication=self.name, seq=self.seq, known=("",) if known is None else known, left=left)
         with self._calls.begin(f"holders of {self.name!r}"), self._lost():
-            found = await self._connection.link.request(message, timeout=seconds)
+            found = await self._unless_closed(self._connection.link.request(message, timeout=seconds))
         assert isinstance(found, Holders)
         return frozenset(found.subscribers)
 
@@ -299,9 +301,14 @@ class AsyncPublication(OfOneProcess):
         """
         if not self._open:
             return
+        if self._loop is not asyncio.get_running_loop() and self._loop.is_running():
+            return await on_loop(self._loop, self.close)
         self._open = False
+        for wait in self._waits:
+            wait.cancel()
         try:
-            if not self._connection.lost:
+            # What a loop that has ended had opened is closed.
+            if not self._connection.lost and self._loop is asyncio.get_running_loop():
                 try:
                     await self._connection.link.request(ClosePublication(publication=self.name), timeout=self._timeout)
                 except AgentLostError:
@@ -343,6 +350,20 @@ class AsyncPublication(OfOneProcess):
                 f"await that one first",
                 outcome="withdrawn",
             ) from None
+
+    async def _unless_closed(self, asking: Coroutine[Any, Any, Any]) -> Any:
+        """The agent's answer; ConfigError once this publication is closed."""
+        wait = asyncio.ensure_future(asking)
+        self._waits.add(wait)
+        try:
+            return await wait
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._open or (task is not None and task.cancelling()):
+                raise
+            raise ConfigError(f"{self._what} was closed while this call waited for subscribers") from None
+        finally:
+            self._waits.discard(wait)
 
     def _lost(self) -> Lost:
         return Lost(self._connection, "call publish again")

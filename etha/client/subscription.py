@@ -41,7 +41,7 @@ from etha.client.one_process import OfOneProcess
 from etha.client.publication import Lost, Slots, entries_of, give_segments
 from etha.client.registration import Registration
 from etha.client.results import AsyncPair, OnCommit, OnProgress, TransferResult, Version
-from etha.client.tasks import Deadline, Shield
+from etha.client.tasks import Deadline, Shield, on_loop
 from etha.errors import (
     AgentLostError,
     AgentUnavailableError,
@@ -200,6 +200,7 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         #: The claim whose hop runs, the hop, and the claim that has ended last, whose hop may not have begun.
         self._claim = 0
         self._hop: asyncio.Task[Moved] | None = None
+        self._loop = asyncio.get_running_loop()
         self._lost: ClaimLost | None = None
         self._open, self._busy = True, False
         #: The call of ``next`` that runs, and whether a callback of it has closed this.
@@ -331,6 +332,8 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
         """
         if not self._open:
             return
+        if self._loop is not asyncio.get_running_loop() and self._loop.is_running():
+            return await on_loop(self._loop, self.close)
         self._open = False
         self._closed(self)
         callback = self._calls.calling_back()
@@ -341,10 +344,12 @@ class AsyncSubscription(OfOneProcess, AsyncVersions[Update]):
 
     async def _close(self) -> None:
         try:
-            if self._hop is not None:
-                self._hop.cancel()
-            if not self._connection.lost:
-                await self._leave()
+            # What a loop that has ended had opened is closed.
+            if self._loop is asyncio.get_running_loop():
+                if self._hop is not None:
+                    self._hop.cancel()
+                if not self._connection.lost:
+                    await self._leave()
         finally:
             self._shadows = None
             if self._use is not None:

@@ -105,6 +105,11 @@ def contain(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> as
     return task
 
 
+async def on_loop(loop: asyncio.AbstractEventLoop, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Await ``work()`` on another loop, which runs."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), loop))
+
+
 async def _contained(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await work

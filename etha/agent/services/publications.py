@@ -1227,6 +1227,7 @@ class PublicationService:
             return
         side.ended = True
         side.changed.set()
+        side.notify()
         self._sides.pop((side.publication, side.holder), None)
         key = side.publication, side.holder
         self._store.publications.versions.pop(key, None)

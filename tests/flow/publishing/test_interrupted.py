@@ -146,3 +146,53 @@ async def test_a_callback_closes_what_calls_it(site: Site, pair: str, closes: st
         await trainer.put(2)
         await other.next()
         other.check(2)
+
+
+async def test_a_publication_that_is_closed_ends_who_waits_for_its_subscribers(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer = await fleet.publish(Cut())
+        (publication,) = trainer.publications
+        putting = asyncio.create_task(publication.put(1, wait=1, timeout=60))
+        await fleet.subscribe("late", Cut(), serve=False)
+        holding = asyncio.create_task(publication.holders(other_than=(), timeout=60))
+        while publication.seq < 1:
+            await trainer.clients[0].status()
+        await trainer.clients[0].status()  # both have asked the agent
+        async with asyncio.timeout(10):
+            await publication.close()
+            for waiting in (putting, holding):
+                with pytest.raises(etha.ConfigError, match="was closed while this call waited for subscribers"):
+                    await waiting
+
+
+async def test_both_may_be_closed_on_another_loop(site: Site, pair: str) -> None:
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer, replica = await fleet.publish(Cut()), await fleet.subscribe("replica", Cut(), serve=False)
+        (publication,), (subscription,) = trainer.publications, replica.subscriptions
+        waiting = asyncio.create_task(subscription.next(timeout=60))
+        await replica.clients[0].status()
+        for one in (subscription, publication):
+            await asyncio.to_thread(asyncio.run, one.close())
+        with pytest.raises(etha.ConfigError, match="closed while next"):
+            await waiting
+        with pytest.raises(etha.ConfigError, match="closed: call publish again"):
+            await publication.put(1)
+
+
+async def test_after_a_put_of_one_rank_alone_all_may_publish_again(site: Site, pair: str) -> None:
+    """The rank that has put waits for the others before it leaves, but not once all have left."""
+    async with Fleet(site, pair, SHAPES) as fleet:
+        trainer, replica = await fleet.publish(ROWS), await fleet.subscribe("replica", Cut(), atomic=True)
+        await asyncio.gather(trainer.put(1), replica.next())
+        first, second = trainer.publications
+        await first.put(2)
+        await first.close()
+        await second.close()
+        async with asyncio.timeout(30):
+            again = await asyncio.gather(
+                *(
+                    client.publish(pair, held, **ROWS.options(SHAPES, rank))
+                    for rank, (client, held) in enumerate(zip(trainer.clients, trainer.tensors, strict=True))
+                )
+            )
+            assert {one.seq for one in await asyncio.gather(*(one.put(3) for one in again))} == {2}

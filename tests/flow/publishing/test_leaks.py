@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
@@ -94,3 +95,29 @@ async def test_launches_leave_nothing_behind() -> None:
             after = keys(site)
             assert len(after) <= len(known) + 4, sorted(after - known)
             assert not grown(before, await footprints(watching.clients))
+
+
+@pytest.mark.parametrize("role", ["publisher", "subscriber"])
+def test_a_blocking_client_that_nobody_keeps_is_collected_with_its_part_of_a_publication(
+    site: Site, pair: str, role: str
+) -> None:
+    """Its name is free again, and the other side hears that it has left."""
+    cut = Cut()
+
+    def part(number: int) -> weakref.ref[object]:
+        client = site.blocking("trainer", 0, timeout=60.0)
+        held = cut.held(SHAPES, number, 0)
+        if role == "publisher":
+            client.publish(pair, held, **cut.options(SHAPES, 0)).put(number)
+        else:
+            client.subscribe(pair, held, subscriber="again", atomic=True, **cut.options(SHAPES, 0)).next(newer_than=0)
+        return weakref.ref(client._aio)
+
+    with site.blocking("inference", 0, timeout=60.0) as other:
+        if role == "subscriber":
+            publication = other.publish(pair, cut.held(SHAPES, 0, 0), **cut.options(SHAPES, 0))
+            publication.put(0)
+        for number in (1, 2, 3):
+            gone = part(number)
+            gc.collect()
+            assert gone() is None
