@@ -536,6 +536,7 @@ OWNED_TASKS = {
     "client/aio.py": "ends the client: whoever calls close() awaits it, and each of several does",
     "client/tasks.py": "awaited to its end by the same call, even when that is cancelled",
     "client/transfer.py": "a user's callback: awaited until its call's deadline, and kept until it has ended",
+    "client/publication.py": "a question that the call which asks it awaits to its end, also when it is cancelled",
     "client/snapshot.py": "given to the caller as a TransferFuture; ends at the latest with the client",
     "client/subscription.py": "one hop: awaited to its end by the call of next(), even when that is cancelled",
 }

@@ -118,6 +118,6 @@ def test_a_blocking_client_that_nobody_keeps_is_collected_with_its_part_of_a_pub
             publication = other.publish(pair, cut.held(SHAPES, 0, 0), **cut.options(SHAPES, 0))
             publication.put(0)
         for number in (1, 2, 3):
-            gone = part(number)
+            dropped = part(number)
             gc.collect()
-            assert gone() is None
+            assert dropped() is None
