@@ -65,6 +65,14 @@ class Recordings:
         return True
 
 
+_STREAM = "fake-stream-"
+
+
+def on_stream() -> bool:
+    """Whether this code is work of a stream: a part of a kernel, which no call of the host keeps waiting."""
+    return threading.current_thread().name.startswith(_STREAM)
+
+
 class Stream:
     """Work in order, on a thread that begins with the first piece; ``failed`` is told what a piece raises."""
 
@@ -81,7 +89,7 @@ class Stream:
             assert not self._ended, f"stream {self.handle:#x} is used after drop_stream"
             self._queue.append((work, tell))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"fake-stream-{self.handle:#x}", daemon=True)
+                self._thread = threading.Thread(target=self._run, name=f"{_STREAM}{self.handle:#x}", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
