@@ -5,8 +5,7 @@
 Both are the whole server, from the start of its process to its first answer of /health; rounds alternate. The file has
 been read before, so it lies in the page cache. The publisher is another process of this host, which has put the version
 before the engine starts and does nothing meanwhile. Whether the weights are right is compared: the engines answer with
-the same tokens. "weights" is the part for which the engine's log says so: reading them into the model; of the other
-engine memory for versions, receiving one, and loading it into the model.
+the same tokens. How long the parts of it took is what the engines log.
 """
 
 from __future__ import annotations

@@ -179,6 +179,24 @@ async def test_both_may_be_closed_on_another_loop(site: Site, pair: str) -> None
             await publication.put(1)
 
 
+async def test_both_may_be_closed_after_their_loop_has_ended(site: Site, pair: str) -> None:
+    """What they had is over with the loop: their names are free, and ``close`` only drops the memory."""
+    how = Cut().options(SHAPES, 0)
+
+    async def make() -> list[etha.AsyncPublication | etha.AsyncSubscription]:
+        clients = [site.client("trainer", 0, timeout=60.0), site.client("inference", 0, timeout=60.0)]
+        publication = await clients[0].publish(pair, Cut().held(SHAPES, 1, 0), **how)
+        held = Cut().held(SHAPES, 0, 0)
+        subscription = await clients[1].subscribe(pair, held, subscriber="replica", atomic=True, **how)
+        await asyncio.gather(publication.put(1), subscription.next())
+        return [publication, subscription]
+
+    for _ in range(2):
+        for one in await asyncio.to_thread(asyncio.run, make()):
+            await one.close()
+            await one.close()
+
+
 async def test_after_a_put_of_one_rank_alone_all_may_publish_again(site: Site, pair: str) -> None:
     """The rank that has put waits for the others before it leaves, but not once all have left."""
     async with Fleet(site, pair, SHAPES) as fleet:

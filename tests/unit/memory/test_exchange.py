@@ -88,6 +88,23 @@ def test_after_a_refusal_the_others_that_are_exchanged_stay_so(monkeypatch: pyte
     assert [values(a, b) for a, b in made] == [[{2}, {1}], [{1}, {2}], [{2}, {1}]]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_addresses_are_left_for_either_aside(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (a, b), (c, d) = two(HUGE), two(3 * HUGE)
+    before = mapped()
+    real: Callable[[int], int] = pages._reserve
+    with pages.Asides() as asides:
+        shared.exchange(None, a.data_ptr(), b.data_ptr(), asides)
+        with monkeypatch.context() as patch:
+            steps = iter([real] * first)
+            patch.setattr(pages, "_reserve", lambda nbytes: next(steps, refuse)(nbytes))
+            with pytest.raises(shared.ExchangeError, match="Cannot allocate memory"):
+                shared.exchange(None, c.data_ptr(), d.data_ptr(), asides)
+        assert values(a, b, c, d) == [{2}, {1}, {1}, {2}]
+        shared.exchange(None, c.data_ptr(), d.data_ptr(), asides)
+    assert values(c, d) == [{2}, {1}] and mapped() == before
+
+
 def refuse(*where: int) -> None:
     raise OSError(12, "Cannot allocate memory")
 
