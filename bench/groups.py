@@ -1,12 +1,13 @@
 """Process groups: ProcessGroupEtha and ProcessGroupBabyGloo beside torch's own Gloo, in one run.
 
-    python bench/groups.py [--save FILE] [--runs N] [--only NAME]
+    python bench/groups.py [--save FILE] [--runs N] [--only PART ...]
 
 Every member has one group of each kind at the same time and calls them in turns, so that all of them meet the same
 machine. A row is the median of all calls of its kind; the goal is a ratio to Gloo's median in this run, or a time. Each
 row is measured again with a busy Python thread inside every member, and with a busy process beside each member: only
 the interpreter's lock differs between these two. As root with `ip`, two members also call each other over TCP between
-two network namespaces, which are two hosts for Etha; Gloo uses the same link.
+two network namespaces, which are two hosts for Etha; Gloo uses the same link. bench/members.py measures what membership
+adds.
 """
 
 from __future__ import annotations
@@ -108,10 +109,9 @@ def calls(place: Place, runs: int, busy: bool, baby: bool) -> None:
         times = found[nbytes] = {name: [] for name in kinds}
         for turn in range(runs + 1):
             for name, (each, in_place) in kinds.items():
-                count = max(2, often // (4 if busy else 1))
-                tensors = [mapped if in_place else plain] * count
+                tensors = [mapped if in_place else plain] * often
                 if name.endswith("fresh"):  # tensors that nobody has seen, made before the members meet
-                    tensors = [torch.ones(nbytes // 4) for _ in range(count)]
+                    tensors = [torch.ones(nbytes // 4) for _ in range(often)]
                 group.barrier().wait()
                 for tensor in tensors:
                     start = time.perf_counter()
@@ -180,17 +180,20 @@ def trains(place: Place, runs: int) -> None:
     dist.destroy_process_group()
 
 
-def configures(place: Place, runs: int) -> None:
-    """Seconds of each configure, the connection to the store included in the first only."""
-    group = place.group("c")
+def configures(place: Place, runs: int, baby: bool) -> None:
+    """The median in seconds of a configure; the first one, which starts what serves all later ones, is left out."""
+    from etha.groups import ProcessGroupBabyGloo
+
+    meets = place.group("meets")
+    group = place.group("c", ProcessGroupBabyGloo) if baby else place.group("c")
     times = []
     for turn in range(10 * runs):
-        group.barrier().wait()
+        meets.barrier().wait()
         start = time.perf_counter()
         group.configure(f"127.0.0.1:{place.port}/c{turn}", "r", place.rank, place.size)
         times.append(time.perf_counter() - start)
     place.pipe.send(statistics.median(times))
-    group.barrier().wait()
+    meets.barrier().wait()
 
 
 def loses(place: Place) -> None:
@@ -340,50 +343,86 @@ def table(title: str, found: list[dict[int, dict[str, float]]]) -> list[str]:
     return [*lines, ""]
 
 
+def part_calls(runs: int) -> list[str]:
+    return table("2 members", run(2, calls, runs, False, True))
+
+
+def part_busy(runs: int) -> list[str]:
+    return [
+        *table("2 members, a busy Python thread inside each", run(2, calls, runs, True, True)),
+        *table("2 members, a busy process beside each", run(2, calls, runs, False, True, beside=2)),
+    ]
+
+
+def part_four(runs: int) -> list[str]:
+    return table("4 members", run(4, calls, runs, False, False))
+
+
+def part_ddp(runs: int) -> list[str]:
+    steps = run(2, trains, runs)[0]
+    text = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in steps.items())
+    ratio = steps["etha"] / steps["Gloo"]
+    return [f"a step of DDP, 50 M parameters in float32, 2 members: {text} ({ratio:.2f})", ""]
+
+
+def part_between(runs: int) -> list[str]:
+    title = "2 members between namespaces"
+    return [
+        *table(f"{title}, over TCP", run_between(calls, runs, False, False)),
+        *table(f"{title}, a busy Python thread inside each", run_between(calls, runs, True, False)),
+        *table(f"{title}, a busy process beside each", run_between(calls, runs, False, False, beside=2)),
+    ]
+
+
+def part_orders(runs: int) -> list[str]:
+    title = "### 2 members in each of two namespaces, 64 MiB"
+    lines = [title, "", "| | ms | MiB that a host sends |", "|---|---:|---:|"]
+    for name, (seconds, sent) in run_between(orders, runs, size=4)[0].items():
+        lines.append(f"| {name} | {seconds * 1e3:.1f} | {sent / MIB:.1f} |")
+    return [*lines, ""]
+
+
+def part_configure(runs: int) -> list[str]:
+    lines = [f"configure, {size} members: {max(run(size, configures, runs, False)) * 1e3:.1f} ms" for size in (2, 8)]
+    return [*lines, f"configure, 2 members, baby: {max(run(2, configures, runs, True)) * 1e3:.1f} ms"]
+
+
+def part_kill(runs: int) -> list[str]:
+    times = [kill_to_error() for _ in range(3 * runs)]
+    return [
+        f"SIGKILL until the survivor's error: {statistics.median(times) * 1e3:.1f} ms, at most {max(times) * 1e3:.1f}",
+        "",
+    ]
+
+
+PARTS: dict[str, Callable[[int], list[str]]] = {
+    "calls": part_calls,
+    "busy": part_busy,
+    "four": part_four,
+    "ddp": part_ddp,
+    "between": part_between,
+    "orders": part_orders,
+    "configure": part_configure,
+    "kill": part_kill,
+}
+#: These need root and ``ip``.
+NAMESPACES = ("between", "orders")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--no-baby", action="store_true")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     options = parser.parse_args()
-    runs, baby = options.runs, not options.no_baby
-    out = [
-        "# Process groups: allreduce of float32, ms, in brackets the ratio to Gloo's time of the same run",
-        "",
-        machine(),
-        "",
-    ]
-    out += [f"memcpy of 64 MiB on one thread: {copies(64 * MIB, runs) * 1e3:.1f} ms", ""]
-    out += table("2 members", run(2, calls, runs, False, baby))
-    out += table("2 members, a busy Python thread inside each", run(2, calls, runs, True, baby))
-    out += table("2 members, a busy process beside each", run(2, calls, runs, False, baby, beside=2))
-    out += table("4 members", run(4, calls, runs, False, False))
-    steps = run(2, trains, runs)[0]
-    ratio = steps["etha"] / steps["Gloo"]
-    text = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in steps.items())
-    out.append(f"a step of DDP, 50 M parameters in float32, 2 members: {text} ({ratio:.2f})")
-    if os.geteuid() == 0 and shutil.which("ip"):
-        out += table("2 members between namespaces, over TCP", run_between(calls, runs, False, False))
-        title = "2 members between namespaces, a busy Python thread inside each"
-        out += table(title, run_between(calls, runs, True, False))
-        title = "2 members between namespaces, a busy process beside each"
-        out += table(title, run_between(calls, runs, False, False, beside=2))
-        found = run_between(orders, runs, size=4)[0]
-        out += [
-            "### 2 members in each of two namespaces, 64 MiB",
-            "",
-            "| | ms | MiB that a host sends |",
-            "|---|---:|---:|",
-        ]
-        out += [f"| {name} | {seconds * 1e3:.1f} | {sent / MIB:.1f} |" for name, (seconds, sent) in found.items()]
-        out.append("")
-    for size in (2, 8):
-        out.append(f"configure, {size} members: {max(run(size, configures, runs)) * 1e3:.1f} ms")
-    kills = [kill_to_error() for _ in range(3 * runs)]
-    out += [
-        f"SIGKILL until the survivor's error: {statistics.median(kills) * 1e3:.1f} ms, at most {max(kills) * 1e3:.1f}",
-        "",
-    ]
+    title = "# Process groups: allreduce of float32, ms, in brackets the ratio to Gloo's time of the same run"
+    out = [title, "", machine(), ""]
+    out += [f"memcpy of 64 MiB on one thread: {copies(64 * MIB, options.runs) * 1e3:.1f} ms", ""]
+    for name in options.only:
+        if name in NAMESPACES and (os.geteuid() or not shutil.which("ip")):
+            out += [f"{name}: left out, because it needs root and ip", ""]
+        else:
+            out += PARTS[name](options.runs)
     text = "\n".join(out)
     print(text)
     if options.save:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def _lines(path: str) -> list[str]:
 @contextmanager
 def private_host() -> Iterator[Path]:
     """A runtime directory of this run's own; its agent and embedded server are ended at the end."""
+    resource_tracker.ensure_running()  # before `adopting`: it ends with this process only
     with tempfile.TemporaryDirectory(prefix="etha-") as directory, adopting() as before:
         for name in [name for name in os.environ if name.startswith("ETHA_")]:
             del os.environ[name]

@@ -286,9 +286,13 @@ class EpochStore(SimpleStore):
         self._read(keys, self._seconds if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        names = tuple(self._name(key) for key in keys)
-        found = self._ask(GetValues(group=self._group, epoch=self._epoch, names=names, wait=False), self._seconds)
-        return len(found.values) == len(set(names))
+        return len(self.present(keys)) == len(set(keys))
+
+    def present(self, keys: list[str]) -> dict[str, bytes]:
+        names = {self._name(key): key for key in keys}
+        message = GetValues(group=self._group, epoch=self._epoch, names=tuple(names), wait=False)
+        found = self._ask(message, self._seconds).values
+        return {key: found[name] for name, key in names.items() if name in found}
 
     def add(self, key: str, amount: int) -> int:
         name = self._name(key)

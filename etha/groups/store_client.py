@@ -76,12 +76,25 @@ class SimpleStore(Store):
     def clone(self) -> Any:
         return self
 
+    def present(self, keys: list[str]) -> dict[str, bytes]:
+        """The values of those keys that have one; see `present`."""
+        return {key: bytes(self.get(key)) for key in keys if self.check([key])}
+
     @property
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._seconds)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
+
+
+def present(store: Any, keys: list[str]) -> dict[str, bytes]:
+    """The values of those keys that have one in a store, Etha's or torch's; waits for none."""
+    if isinstance(store, SimpleStore):
+        return store.present(keys)
+    if store.check(keys):
+        return {key: bytes(store.get(key)) for key in keys}
+    return {key: bytes(store.get(key)) for key in keys if store.check([key])}
 
 
 def as_bytes(value: Any) -> bytes:

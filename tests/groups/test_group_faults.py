@@ -470,7 +470,17 @@ def test_another_world_size_is_named() -> None:
 
 def test_whoever_does_not_come_is_named() -> None:
     name, text, missing = together(1, configures, 0, 3, 0.5)[0]
-    assert (name, missing) == ("GroupTimeoutError", (1, 2)) and "rank 1" in text
+    assert (name, missing) == ("GroupTimeoutError", (1, 2)) and "ranks 1, 2 did not come" in text
+
+
+def the_first_and_the_last(member: Member) -> Any:
+    """Of three ranks, 1 never comes."""
+    return configures(member, 2 * member.rank, 3 - member.rank, 1.0)  # the second of a test says one more
+
+
+def test_who_comes_after_one_that_does_not_is_not_blamed() -> None:
+    for name, text, missing in together(2, the_first_and_the_last).values():
+        assert (name, missing) == ("GroupTimeoutError", (1,)) and "rank 1 did not come" in text
 
 
 def waits_in_configure(member: Member, where: str) -> str:
@@ -501,13 +511,13 @@ def waits_in_configure(member: Member, where: str) -> str:
 
         meeting._Meeting._receive_calls = receive  # type: ignore[method-assign]
     else:
-        asked = meeting._Meeting._record
+        arrived = meeting._Meeting._arrived
 
-        def ask(self: Any, other: int) -> Any:
+        def look(self: Any, ranks: list[int]) -> Any:
             member.say("waits")
-            return asked(self, other)
+            return arrived(self, ranks)
 
-        meeting._Meeting._record = ask  # type: ignore[method-assign]
+        meeting._Meeting._arrived = look  # type: ignore[method-assign]
     helper = threading.Thread(target=hear)
     helper.start()
     begun = time.monotonic()

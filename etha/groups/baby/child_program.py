@@ -41,8 +41,9 @@ from etha.memory.reach import ReachError
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a piece of a large allreduce. Pieces stay in the processor's caches between reading, sending and writing.
-_PIECE = 2 << 20
+#: Bytes of a piece of a large allreduce: an eighth of it between these, so that reading and writing go on beside Gloo,
+#: and so that Gloo, which takes some 0.3 ms for a piece of any size, has few of them.
+_LEAST_PIECE, _MOST_PIECE = 2 << 20, 8 << 20
 #: Bytes of staging that are kept from call to call, because the first touch of memory takes longer than a copy.
 _KEPT = 256 << 20
 
@@ -266,7 +267,7 @@ class RemoteCarrier:
     def carry(self, call: GroupCall, deadline: float) -> Callable[[], None]:
         """See `Carrier`. A large allreduce is read, reduced and written piece by piece."""
         assert isinstance(call, RemoteCall)
-        if call.kind is Kind.ALLREDUCE and size_of(call.inputs) > PIECES_AT_ONCE * _PIECE:
+        if call.kind is Kind.ALLREDUCE and size_of(call.inputs) > PIECES_AT_ONCE * _LEAST_PIECE:
             self._inner.reduce_pieces(call, self._pieces(call), deadline)
             return lambda: None
         self._move(ProcessMemory.read, *call.rows(call.inputs))
@@ -286,10 +287,11 @@ class RemoteCarrier:
     def _pieces(self, call: RemoteCall) -> Iterator[tuple[Tensor, Callable[[], None]]]:
         """Pieces of all tensors together, which all members cut alike; see `GlooCarrier.reduce_pieces`."""
         while len(self._buffers) < PIECES_AT_ONCE:
-            self._buffers.append(torch.empty(_PIECE, dtype=torch.uint8))
+            self._buffers.append(torch.empty(_MOST_PIECE, dtype=torch.uint8))
         flat = [tensor.view(-1) for tensor in call.inputs]
         dtype = flat[0].dtype
-        for k, rows in enumerate(cut([len(each) for each in flat], _PIECE // dtype.itemsize)):
+        nbytes = max(_LEAST_PIECE, min(_MOST_PIECE, size_of(flat) // 8 & -4096))
+        for k, rows in enumerate(cut([len(each) for each in flat], nbytes // dtype.itemsize)):
             parts = [flat[i][start:end] for i, start, end in rows]
             if len(rows) == 1 and id(call.inputs[rows[0][0]]) not in call.places:
                 yield parts[0], lambda: None
@@ -303,9 +305,9 @@ class RemoteCarrier:
                     room.copy_(part)
                     views.append((part, room))
                 else:
-                    nbytes = len(part) * dtype.itemsize
-                    here.append((room.data_ptr(), nbytes))
-                    there.append((place[0] + start * dtype.itemsize, nbytes))
+                    length = len(part) * dtype.itemsize
+                    here.append((room.data_ptr(), length))
+                    there.append((place[0] + start * dtype.itemsize, length))
             tables = _table(here), _table(there)
             self._move(ProcessMemory.read, *tables)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ from etha.errors import (
 )
 from etha.groups.host import endpoints
 from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
+from etha.groups.store_client import present
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
@@ -295,9 +297,7 @@ class _Meeting:
 
     def run(self) -> tuple[dict[int, GroupPeer], tuple[int, ...]]:
         self._ask(self._publish)
-        for other in range(self._layout.size):
-            if other != self._rank:
-                self._records[other] = self._record(other)
+        self._read_records()
         far = self._far_ranks()
         if any(other > self._rank for other in far):
             self._open_port()
@@ -346,14 +346,33 @@ class _Meeting:
 
         return self._ask(read)  # type: ignore[no-any-return]
 
-    def _record(self, other: int) -> MemberRecord:
-        found = self._read(str(other))
-        if not found:
-            missing = [r for r in range(self._layout.size) if r != self._rank and r not in self._records]
-            raise GroupTimeoutError(
-                f"configure of rank {self._rank} ended after {self._deadline.seconds:g} s: rank {other} did not come",
-                waiting_for=tuple(missing),
-            )
+    def _read_records(self) -> None:
+        """Read the records of all other ranks, those that are there together."""
+        missing = [r for r in range(self._layout.size) if r != self._rank]
+        while missing:
+            found: dict[int, bytes] = self._ask(partial(self._arrived, missing))
+            if not found:
+                raise GroupTimeoutError(
+                    f"configure of rank {self._rank} ended after {self._deadline.seconds:g} s: "
+                    f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} did not come",
+                    waiting_for=tuple(missing),
+                )
+            for other, data in found.items():
+                self._records[other] = self._checked(other, data)
+            missing = [r for r in missing if r not in self._records]
+
+    def _arrived(self, ranks: list[int]) -> dict[int, bytes]:
+        """What the store has of ranks, once the first of them is there or the deadline has passed."""
+        try:
+            self._store.wait([str(ranks[0])], timedelta(seconds=max(0.001, self._deadline.left)))
+        except Exception:
+            if self._deadline.left:
+                raise
+        found = present(self._store, [str(rank) for rank in ranks])
+        return {int(key): value for key, value in found.items()}
+
+    def _checked(self, other: int, found: bytes) -> MemberRecord:
+        """The record of a rank, whose group must be like the own one."""
         record = msgspec.json.decode(found, type=MemberRecord)
         both = (self._own, record)
         if self._own.size != record.size:
