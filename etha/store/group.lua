@@ -89,16 +89,20 @@ local function shown(m) return 'pid ' .. int(m.pid) .. ' on host ' .. ((m.name o
 -- Whether the last epoch cannot go on, because a replica of it has ended or could not reach another.
 local broken = G.broken == '1'
 -- A launch is over: its ranks are refused from now on, with this text.
+local function refuse_launch(name, launch, reason, text)
+  retired[#retired + 1] = {name .. '/' .. launch, text}
+  if #retired > 64 then table.remove(retired, 1) end
+  event('left', 'group', req.group, 'replica', name, 'reason', reason, 'text', text)
+end
+-- A replica ends, and its launch with it.
 local function retire(name, reason, text)
   local r = replicas[name]
   if not r then return end
-  retired[#retired + 1] = {name .. '/' .. r.launch, text}
-  if #retired > 64 then table.remove(retired, 1) end
+  refuse_launch(name, r.launch, reason, text)
   if previous(r) then broken = true end
   replicas[name] = nil
   suspects[name] = nil
   redis.call('DEL', key_of(name))
-  event('left', 'group', req.group, 'replica', name, 'reason', reason, 'text', text)
 end
 local function retired_text(name, launch)
   for _, one in ipairs(retired) do if one[1] == name .. '/' .. launch then return one[2] end end

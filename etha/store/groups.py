@@ -122,11 +122,25 @@ class GroupRecords:
         return found
 
     async def depart(
-        self, group: str, replica: str, rank: int, member: RankHolder, reason: str, *, timeout: float | None = None
+        self,
+        group: str,
+        replica: str,
+        rank: int,
+        member: RankHolder,
+        reason: str,
+        *,
+        launch: str | None = None,
+        timeout: float | None = None,
     ) -> bool:
-        """Take a rank out, and its replica with it, if ``member`` still holds it. Returns whether it did."""
+        """Take a rank out, and its replica with it, if ``member`` still holds it. Returns whether it did.
+
+        ``launch``: that of the rank. If Redis has lost the rank, this launch is over, because others of it may be put
+        back and wait for the rank.
+        """
         keys = [self._keys.group(group), self._keys.replica(group, replica)]
         request = {"group": group, "replica": replica, "rank": rank, "member": member.holder(), "reason": reason}
+        if launch is not None:
+            request["launch"] = launch
         return bool(await self._session.script("depart", keys, request, timeout))
 
     async def state(self, group: str, *, timeout: float | None = None) -> GroupState | None:

@@ -73,6 +73,8 @@ class _Held:
     #: Ends the wait of its open call.
     limit: asyncio.Timeout | None = None
     lost: str = ""
+    #: The launch under which Redis has had this rank.
+    seated: str | None = None
     #: Epoch and step that it has last said, and who waits for it to say them again.
     progress: tuple[int, int] = (0, 0)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,10 +128,12 @@ class GroupService:
     def depart(self, session: WorkerSession, request: Request, message: DepartGroup) -> None:
         """A worker leaves."""
         held = self._held.get((message.group, message.replica, message.rank))
+        launch = None
         if held is not None and held.session is session:
+            launch = held.seated
             del self._held[message.group, message.replica, message.rank]
             self._store.groups.held.pop((message.group, message.replica, message.rank), None)
-        self._answer(session, request, self._departed(session, message))
+        self._answer(session, request, self._departed(session, message, launch))
 
     def on_worker_lost(self, session: WorkerSession, reason: str) -> None:
         """A worker has died or closed its connection: its replicas end."""
@@ -226,10 +230,9 @@ class GroupService:
 
         self._spawn(answer())
 
-    async def _departed(self, session: WorkerSession, message: DepartGroup) -> Ok:
-        await self._store.groups.depart(
-            message.group, message.replica, message.rank, session.holder, "closed", timeout=math.inf
-        )
+    async def _departed(self, session: WorkerSession, message: DepartGroup, launch: str | None) -> Ok:
+        place = (message.group, message.replica, message.rank)
+        await self._store.groups.depart(*place, session.holder, "closed", launch=launch, timeout=math.inf)
         return Ok()
 
     async def _exchange(self, message: PutValues | GetValues | AddValue | SwapValue, deadline: float) -> Ok | Values:
@@ -268,6 +271,7 @@ class GroupService:
     def _seated(self, held: _Held, seating: Seating, epoch: int) -> None:
         """Remember what Redis has of a rank, to put it back if Redis loses it."""
         held.entrance = replace(held.entrance, launch=seating.launch, epoch=epoch)
+        held.seated = seating.launch
         if not held.lost:
             key = (held.entrance.group, held.entrance.replica, held.entrance.rank)
             self._store.groups.held[key] = (held.entrance, held.session.holder)
@@ -361,7 +365,7 @@ class GroupService:
 
     async def _take_out(self, key: _Key, held: _Held) -> None:
         try:
-            await self._store.groups.depart(*key, held.session.holder, held.lost, timeout=math.inf)
+            await self._store.groups.depart(*key, held.session.holder, held.lost, launch=held.seated, timeout=math.inf)
         except EthaError as error:
             outage(log, "rank %d of replica %s of group %s could not be taken out: %s", key[2], key[1], key[0], error)
 

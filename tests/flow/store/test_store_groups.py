@@ -111,6 +111,25 @@ async def test_a_replica_comes_whole_and_goes_whole(store: Store) -> None:
         await enter(store, "y", 4, rank=1, world=2, launch=launch, epoch=2)
 
 
+@pytest.mark.parametrize("first", ["the others", "the death"])
+async def test_a_death_of_which_an_empty_redis_hears_ends_the_launch(store: Store, first: str) -> None:
+    """Redis has lost its data; rank 0 has died meanwhile, and rank 1 is put back before its agent says so, or after."""
+    back = {"rank": 1, "world": 2, "epoch": 7, "last": 7, "launch": "one"}
+    if first == "the others":
+        assert not (await enter(store, "x", 2, **back)).formed
+    assert await store.groups.depart("g", "x", 0, process(1), "died", launch="one")
+    with pytest.raises(GroupLostError, match=r"rank 0 of replica x .pid 1001 on host far. died"):
+        await enter(store, "x", 2, **back)
+    assert not await store.groups.depart("g", "x", 0, process(1), "died", launch="one"), "that is known"
+
+
+async def test_a_death_of_an_earlier_launch_ends_no_later_one(store: Store) -> None:
+    assert not (await enter(store, "x", 3, rank=1, world=2, launch="two")).formed
+    assert not await store.groups.depart("g", "x", 0, process(1), "died", launch="one")
+    assert not await store.groups.depart("g", "x", 0, process(1), "died"), "a rank that was never there"
+    assert (await enter(store, "x", 4, world=2, launch="two")).formed
+
+
 async def test_a_survivor_goes_on_at_once(store: Store) -> None:
     await enter(store, "x", 1)
     await enter(store, "y", 2)
