@@ -2,10 +2,10 @@
 
     python bench/scale.py [--sizes 2 4 8] [--tensors 100] [--runs 10]
 
-Each rank has an agent of its own, on a host of its own (``tcp`` over loopback). In "one" an agent exchanges data with one
-other (Shard(0) to Shard(0)), in "all" with all of the other side (Shard(0) to Shard(1)). Numbers are ms of CPU per agent,
-the mean of all agents, and Redis's commands per agent. They do not say how long a call takes, because N + N agents share
-the cores of this machine.
+Each rank has an agent of its own, on a host of its own (``tcp`` over loopback). In "one" an agent exchanges data with
+one other (Shard(0) to Shard(0)), in "all" with all of the other side (Shard(0) to Shard(1)). Numbers are ms of CPU per
+agent, the mean of all agents, and Redis's commands per agent. They do not say how long a call takes, because N + N
+agents share the cores of this machine.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -77,7 +79,9 @@ class SimpleStore(Store):
         return self
 
     def present(self, keys: list[str]) -> dict[str, bytes]:
-        """The values of those keys that have one; see `present`."""
+        """The values of those keys that have one."""
+        if self.check(keys):
+            return {key: bytes(self.get(key)) for key in keys}
         return {key: bytes(self.get(key)) for key in keys if self.check([key])}
 
     @property
@@ -88,13 +92,55 @@ class SimpleStore(Store):
         self._seconds = timeout.total_seconds()
 
 
-def present(store: Any, keys: list[str]) -> dict[str, bytes]:
-    """The values of those keys that have one in a store, Etha's or torch's; waits for none."""
-    if isinstance(store, SimpleStore):
-        return store.present(keys)
-    if store.check(keys):
-        return {key: bytes(store.get(key)) for key in keys}
-    return {key: bytes(store.get(key)) for key in keys if store.check([key])}
+class PolledStore(SimpleStore):
+    """A store of torch whose waits are looks, so that they can be ended and keep nobody else waiting.
+
+    A wait inside a TCPStore lasts until its timeout, blocks all who use the same client meanwhile, and aborts the
+    process if the interpreter ends before. ``check_end`` raises once nobody needs the answer any more.
+    """
+
+    def __init__(self, store: Any, seconds: float, check_end: Callable[[], None]) -> None:
+        super().__init__(seconds)
+        self._store, self._check_end = store, check_end
+
+    @property
+    def underlying_store(self) -> Any:
+        """The store that is asked."""
+        return self._store
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        until, pause = time.monotonic() + seconds, 0.0002
+        while not self._store.check(keys):
+            self._check_end()
+            if time.monotonic() >= until:
+                raise TimeoutError(f"wait timeout after {seconds:g} s for the keys {', '.join(keys)} of the store")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return bytes(self._store.get(key))
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return bytes(self._store.compare_set(key, expected, desired))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
+
+def ended_by(store: Any, seconds: float, check_end: Callable[[], None]) -> SimpleStore:
+    """The store as one whose waits end once ``check_end`` raises: Etha's own do so by themselves."""
+    return store if isinstance(store, SimpleStore) else PolledStore(store, seconds, check_end)
 
 
 def as_bytes(value: Any) -> bytes:

@@ -71,13 +71,24 @@ DTYPES: dict[int, Any] = {
     DtypeCode.I64: np.int64,
     DtypeCode.BOOL: np.uint8,
 }
+
+
+def _least(a: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
+    """As the library has it: of equal ones (0 and -0) the first, and a NaN before anything else."""
+    return np.where((x != x) | (x < a), x, a)
+
+
+def _most(a: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
+    return np.where((x != x) | (x > a), x, a)
+
+
 COMBINE: dict[int, Callable[..., Any]] = {
     ReduceCode.SUM: np.add,
     ReduceCode.AVG: np.add,
     ReduceCode.PREMUL_SUM: np.add,
     ReduceCode.PRODUCT: np.multiply,
-    ReduceCode.MIN: np.minimum,
-    ReduceCode.MAX: np.maximum,
+    ReduceCode.MIN: _least,
+    ReduceCode.MAX: _most,
     ReduceCode.BAND: np.bitwise_and,
     ReduceCode.BOR: np.bitwise_or,
     ReduceCode.BXOR: np.bitwise_xor,

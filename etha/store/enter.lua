@@ -31,6 +31,11 @@ local function open_launch(launch)
   replicas[replica], mine = r, nil
 end
 local text = req.launch and retired_text(replica, req.launch)
+if text and req.epoch == 0 and not req.launch:match('^auto%-') then
+  -- A process that was never in an epoch: a new one, under a name that has ended.
+  text = text .. ': launch ' .. req.launch .. ' of this replica is over, and its name is not used again; start the replica '
+    .. 'with another ETHA_LAUNCH_ID, under torchrun with another --rdzv-id or --standalone'
+end
 if text then return refuse('group_lost', text, {replica = replica}) end
 local function held()
   return refuse('config', where .. ' is held by ' .. shown(mine) .. ', which is alive: give each worker its own replica '
@@ -111,6 +116,8 @@ text = retired_text(replica, r.launch)
 local state = save()
 if text then return refuse('group_lost', text, {replica = replica}) end
 local formed = r.ranks[rank].epoch == epoch and not r.ranks[rank].wants
+-- If nobody else is waited for, this replica may wait for its own ranks.
+if #missing == 0 and req.wants and not formed then add_lacking(missing, replica) end
 local apart, told = {}, {}
 for _, name in ipairs(r.apart) do
   for _, m in pairs(replicas[name] and replicas[name].ranks or {}) do

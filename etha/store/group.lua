@@ -143,6 +143,18 @@ local function ahead(a, b)
   return false
 end
 
+-- Add the ranks of a replica that do not want the next epoch yet, up to 64 in all.
+local function add_lacking(missing, name)
+  local r = replicas[name]
+  for rank = 0, number(G.world) - 1 do
+    local m = r.ranks[rank]
+    if #missing < 64 and not (m and m.wants) then
+      missing[#missing + 1] = m and {replica = name, rank = rank, agent = m.agent, host = m.host, name = m.name,
+        pid = m.pid, start = m.start} or {replica = name, rank = rank}
+    end
+  end
+end
+
 -- Form the next epoch if the rule allows it. Answers how many ms later the time alone may allow it (0: never), and
 -- the members that are waited for.
 local function form()
@@ -228,16 +240,7 @@ local function form()
     return form()
   end
   local missing = {}
-  for _, name in ipairs(waits) do
-    local r = replicas[name]
-    for rank = 0, number(G.world) - 1 do
-      local m = r.ranks[rank]
-      if #missing < 64 and not (m and m.wants) then
-        missing[#missing + 1] = m and {replica = name, rank = rank, agent = m.agent, host = m.host, name = m.name,
-          pid = m.pid, start = m.start} or {replica = name, rank = rank}
-      end
-    end
-  end
+  for _, name in ipairs(waits) do add_lacking(missing, name) end
   return soonest == 0 and 0 or soonest - now, missing
 end
 

@@ -7,6 +7,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from etha.errors import (
     EthaError,
@@ -274,6 +276,24 @@ def test_abort_ends_the_call_here_and_elsewhere(from_thread: bool) -> None:
         running.pipes[1].send("go")
         found = running.results()
     assert "rank 0" in found[0] and found[0] == found[1]
+
+
+def leaves_a_call_that_no_thread_has_begun(member: Member) -> str:
+    group = ready(member)
+    if member.rank:
+        begun = time.monotonic()
+        error = error_of(group.allreduce([torch.ones(3)]))
+        assert time.monotonic() - begun < 15  # of the 30 s of its timeout
+        return type(error).__name__
+    with group._engine._turn:  # the engine's own thread would begin with the call
+        work = group.allreduce([torch.ones(3)])
+        group._engine.abort("abort() was called")
+    return type(error_of(work)).__name__
+
+
+def test_an_abort_before_a_call_has_begun_ends_it_elsewhere() -> None:
+    found = together(2, leaves_a_call_that_no_thread_has_begun)
+    assert found == {0: "GroupAbortedError", 1: "GroupLostError"}
 
 
 def waits_shortly(member: Member) -> str:
@@ -538,6 +558,57 @@ def test_abort_ends_a_configure(where: str) -> None:
         assert kind == "done" and "abort()" in text, text
         running.killed.add(1)
         running.processes[1].kill()
+
+
+def configures_after_an_abort(member: Member, kind: str) -> str:
+    """Over one client of a store that this process serves: the wait of the first must not keep the second waiting."""
+    from etha import groups
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = getattr(groups, kind)(timeout=60)
+    ended = threading.Event()
+
+    def abort() -> None:
+        while not ended.is_set():
+            group.abort()
+            os.sched_yield()
+
+    helper = threading.Thread(target=abort)
+    helper.start()
+    with pytest.raises(GroupAbortedError):
+        group.configure(PrefixStore("first", store), "r", 0, 2)
+    ended.set()
+    helper.join()
+    begun = time.monotonic()
+    group.configure(PrefixStore("second", store), "r", 0, 1)
+    group.barrier().wait()
+    group.shutdown()
+    assert time.monotonic() - begun < 40
+    return kind
+
+
+@pytest.mark.parametrize("kind", ["ProcessGroupEtha", "ProcessGroupGloo", "ProcessGroupBabyGloo"])
+def test_after_an_aborted_configure_the_store_answers_at_once(kind: str) -> None:
+    assert together(1, configures_after_an_abort, kind) == {0: kind}
+
+
+def test_a_process_may_end_after_an_aborted_configure() -> None:
+    """A thread that the interpreter's end meets in torch's store aborts the process."""
+    script = (
+        "import threading\n"
+        "from torch.distributed import TCPStore\n"
+        "from etha import groups\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "group = groups.ProcessGroupEtha(timeout=60)\n"
+        "timer = threading.Timer(0.2, group.abort)\n"
+        "timer.start()\n"
+        "try:\n"
+        "    group.configure(f'127.0.0.1:{store.port}/p', 'r', 0, 2)\n"
+        "except groups.GroupAbortedError:\n"
+        "    print('aborted', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "aborted\n"), done.stderr
 
 
 def twice(member: Member) -> str:

@@ -54,6 +54,7 @@ from etha.groups.calls import GroupCall, writing
 from etha.groups.host.places import MOST_TENSORS, OwnPlaces
 from etha.groups.inprocess.formation import AGAIN
 from etha.groups.schedule import POINT_TO_POINT
+from etha.groups.store_client import ended_by
 from etha.groups.work import GroupWork
 from etha.memory.process import Beacon, start_time
 
@@ -161,6 +162,7 @@ class ChildLink:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pidfd = -1
         self._nursery: Nursery | None = None
+        self._killed = False
         self._beacon = Beacon()
         self.reach = True
         hold(self)
@@ -182,13 +184,19 @@ class ChildLink:
             self.fail(GroupTimeoutError(f"configure timed out after {seconds:g} seconds: {error}"))
         except EthaError as error:
             self.fail(error)
+        finally:
+            if self.error is not None and not self.pid:
+                self._close()
         if self.error is not None:
             raise self.error
 
     def _fork(self, until: float) -> None:
         try:
-            self._nursery, self.pid = fork_child(self._control.theirs, until)
-            self._pidfd = os.pidfd_open(self.pid)
+            nursery, pid = fork_child(self._control.theirs, until, self._dead)
+            with self._lock:
+                self._nursery, self.pid, self._pidfd = nursery, pid, os.pidfd_open(pid)
+            if self.error is not None:
+                self._kill()
         finally:
             self._control.theirs.close()
         threading.Thread(target=self._listen, name="etha-group-child", daemon=True).start()
@@ -199,7 +207,8 @@ class ChildLink:
         if not isinstance(store, str):
             ours, theirs = pair()
             fds.append(theirs)
-            threading.Thread(target=serve_store, args=(ours, store), name="etha-group-store", daemon=True).start()
+            ending = ended_by(store, self.timeout.total_seconds(), self._check_end)
+            threading.Thread(target=serve_store, args=(ours, ending), name="etha-group-store", daemon=True).start()
         message = ConfigureChild(
             group=self._group,
             store=store if isinstance(store, str) else "",
@@ -220,6 +229,10 @@ class ChildLink:
         finally:
             for each in fds:
                 each.close()
+
+    def _check_end(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     # ---- calls -------------------------------------------------------------------------------
 
@@ -476,12 +489,12 @@ class ChildLink:
         for work in works:
             work.finish(error)
         self._formed.set()
-        if not self.pid:
-            self._close()
 
     def _kill(self) -> None:
-        if self._pidfd < 0:
-            return
+        with self._lock:
+            if self._pidfd < 0 or self._killed:
+                return
+            self._killed = True
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         watch = select.poll()

@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from etha.errors import GroupError, GroupTimeoutError
+from etha.errors import GroupAbortedError, GroupError, GroupTimeoutError
 from etha.groups.baby.messages import ForkChild, ForkSpare, NurseryReply, ReapChild, only, pair, receive, send
 from etha.memory.process import allow_reading
 
@@ -53,10 +53,12 @@ class Nursery:
             self.lost = True
         self._ready.set()
 
-    def fork(self, child: socket.socket, until: float) -> int:
-        """A new child that serves ``child``; its pid. OSError if the nursery is lost, TimeoutError if it is late."""
-        if not self._ready.wait(max(0.0, until - time.monotonic())):
-            raise TimeoutError
+    def fork(self, child: socket.socket, until: float, ended: threading.Event) -> int:
+        """A new child that serves ``child``; its pid. OSError if the nursery is lost, TimeoutError if it is late, or if
+        nobody needs the child any more (``ended``)."""
+        while not self._ready.wait(max(0.0, min(_LOOK, until - time.monotonic()))):
+            if ended.is_set() or time.monotonic() >= until:
+                raise TimeoutError
         reply = self._ask(ForkChild(), (child.fileno(),), until)
         self.children.add(reply.pid)
         return reply.pid
@@ -266,13 +268,18 @@ def close_all() -> None:
         _current = _spare = None
 
 
-def fork_child(child: socket.socket, until: float) -> tuple[Nursery, int]:
-    """A new child that serves ``child``, and its nursery. Lost nurseries are replaced until the deadline."""
+def fork_child(child: socket.socket, until: float, ended: threading.Event) -> tuple[Nursery, int]:
+    """A new child that serves ``child``, and its nursery. Lost nurseries are replaced until the deadline.
+
+    GroupAbortedError once ``ended`` is set: the first nursery may take seconds.
+    """
     while True:
         nursery = prepare()
         try:
-            return nursery, nursery.fork(child, until)
+            return nursery, nursery.fork(child, until, ended)
         except OSError as error:
+            if ended.is_set():
+                raise GroupAbortedError("configure was ended before it had a child process") from None
             if time.monotonic() >= until:
                 raise GroupTimeoutError("no child process could be forked in time") from error
             if not nursery.lost:

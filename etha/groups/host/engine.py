@@ -295,7 +295,10 @@ class Engine:
             if self.error is not None:
                 return self.error
             running = self._running
-            number = running if running >= 0 and stop else self._next if running < 0 else running + 1
+            if running >= 0:
+                number = running if stop else running + 1
+            else:  # others may wait in a call that this member has made and that no thread has begun
+                number = self._queue[0].number if self._queue else self._next
             first = self._claim(cause, number)
             if cause.kind == "aborted":
                 first = cause  # the caller knows what it did

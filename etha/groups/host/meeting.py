@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -46,7 +46,7 @@ from etha.errors import (
 )
 from etha.groups.host import endpoints
 from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
-from etha.groups.store_client import present
+from etha.groups.store_client import ended_by
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
@@ -60,15 +60,6 @@ _CONNECT_SECONDS = 10.0
 _NO_WAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.EADDRNOTAVAIL)
 #: Callers from other hosts that may have said nothing yet; if there are more, the oldest is dropped.
 _MOST_STRANGERS = 64
-
-
-class MeetingStore(Protocol):
-    """What is used of a ``torch.distributed.MeetingStore``."""
-
-    def set(self, key: str, value: Any, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class MemberRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -188,7 +179,7 @@ class MeetingEnd:
 
 
 def meet(
-    store: MeetingStore,
+    store: Any,
     *,
     rank: int,
     layout: BlockLayout,
@@ -257,7 +248,7 @@ def _hang_up(sock: socket.socket) -> None:
 class _Meeting:
     def __init__(
         self,
-        store: MeetingStore,
+        store: Any,
         rank: int,
         layout: BlockLayout,
         block_fd: int,
@@ -266,7 +257,8 @@ class _Meeting:
         end: MeetingEnd,
         order: str,
     ) -> None:
-        self._store, self._rank, self._layout, self._block_fd = store, rank, layout, block_fd
+        self._store = ended_by(store, deadline.seconds, end.check)
+        self._rank, self._layout, self._block_fd = rank, layout, block_fd
         self._deadline, self._end = deadline, end
         self._peers: dict[int, GroupPeer] = {}
         self._records: dict[int, MemberRecord] = {}
@@ -368,7 +360,7 @@ class _Meeting:
         except Exception:
             if self._deadline.left:
                 raise
-        found = present(self._store, [str(rank) for rank in ranks])
+        found = self._store.present([str(rank) for rank in ranks])
         return {int(key): value for key, value in found.items()}
 
     def _checked(self, other: int, found: bytes) -> MemberRecord:

@@ -33,7 +33,7 @@ from etha.errors import (
 from etha.groups.base import GroupConfig
 from etha.groups.calls import GroupCall
 from etha.groups.schedule import POINT_TO_POINT, Kind
-from etha.groups.store_client import create_store_client
+from etha.groups.store_client import create_store_client, ended_by
 from etha.groups.work import GroupWork
 
 #: Seconds that a forming may take beyond its timeout to say who is missing, and an idle thread to end.
@@ -163,6 +163,8 @@ class Formation:
             store = config.store
             if isinstance(store, str):
                 store = create_store_client(store, self.timeout)
+            else:
+                store = ended_by(store, seconds, self._check_end)
             self._compare_sizes(store, until)
             carrier = self._make(store, config)
             with self._lock:
@@ -173,6 +175,10 @@ class Formation:
             late = time.monotonic() >= until or "imeout" in str(error) or "imed out" in str(error)
             self.fail(self._late(self._missing(store)) if late else self._translated(error, "configure"))
         self._formed.set()
+
+    def _check_end(self) -> None:
+        if self.error is not None:
+            raise self.error
 
     def _compare_sizes(self, store: Any, until: float) -> None:
         """Find out in the order of ranks who was configured otherwise: a backend would wait for ranks that are none.

@@ -111,6 +111,22 @@ async def test_a_replica_comes_whole_and_goes_whole(store: Store) -> None:
         await enter(store, "y", 4, rank=1, world=2, launch=launch, epoch=2)
 
 
+async def test_a_replica_that_is_not_complete_waits_for_its_own_ranks(store: Store) -> None:
+    entered = await enter(store, "x", 1, rank=1, world=3)
+    assert [(one.replica, one.rank, one.holder) for one in entered.missing] == [("x", 0, None), ("x", 2, None)]
+
+
+async def test_a_new_process_under_the_name_of_a_launch_that_is_over_hears_what_to_do(store: Store) -> None:
+    await enter(store, "x", 1, launch="job.0")
+    await store.groups.depart("g", "x", 0, process(1), "died")
+    with pytest.raises(
+        GroupLostError, match=r"launch job\.0 of this replica is over.*another --rdzv-id or --standalone"
+    ):
+        await enter(store, "x", 2, launch="job.0")
+    with pytest.raises(GroupLostError, match=r"died$"):
+        await enter(store, "x", 1, launch="job.0", epoch=1)  # one that was in it
+
+
 @pytest.mark.parametrize("first", ["the others", "the death"])
 async def test_a_death_of_which_an_empty_redis_hears_ends_the_launch(store: Store, first: str) -> None:
     """Redis has lost its data; rank 0 has died meanwhile, and rank 1 is put back before its agent says so, or after."""

@@ -339,6 +339,36 @@ def test_a_nursery_that_is_lost_is_replaced(two: Ranks, sent: signal.Signals) ->
     assert not alive(lost.pid)  # also that which was stopped, once its children are no more
 
 
+def test_abort_ends_a_configure_that_waits_for_its_first_nursery() -> None:
+    nursery.close_all()
+    group = ProcessGroupBabyGloo(timeout=60)
+    found = nursery.prepare()
+    while not found.pid:
+        os.sched_yield()
+    os.kill(found.pid, signal.SIGSTOP)  # it imports torch
+    errors: list[Exception] = []
+
+    def configure() -> None:
+        try:
+            group.configure(HashStore(), "r", 0, 1)
+        except GroupAbortedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=configure)
+    thread.start()
+    while group._link is None:
+        os.sched_yield()
+    begun = time.monotonic()
+    group.abort()
+    thread.join()
+    assert errors
+    assert time.monotonic() - begun < 20
+    os.kill(found.pid, signal.SIGCONT)
+    group.configure(HashStore(), "r", 0, 1)
+    group.barrier().wait()
+    group.shutdown()
+
+
 def test_a_nursery_may_be_closed_at_the_moment_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     found = nursery.prepare()
     wait_for_spare()

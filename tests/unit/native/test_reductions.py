@@ -186,6 +186,15 @@ def test_any_number_of_sources_equals_a_plain_loop(library: NativeLibrary, dtype
             assert same(dtype, found, reference(dtype, op, inputs, 0.3 if dtype in FLOATS else 3, n)), (n, shift, into)
 
 
+@pytest.mark.parametrize("op", [ReduceCode.MIN, ReduceCode.MAX])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_of_equal_ones_the_first_stays(library: NativeLibrary, dtype: DtypeCode, op: ReduceCode) -> None:
+    """Members with and without the compiled library must get the same bits."""
+    zeros = narrow(dtype, np.array([0.0, -0.0] * 9))
+    for inputs in ([zeros, zeros[::-1].copy()], [zeros, zeros[::-1].copy(), zeros[::-1].copy()]):
+        assert run(library, dtype, op, inputs).tobytes() == zeros.tobytes()
+
+
 # ---- two levels: the sources of each host, then the hosts --------------------------------------
 
 
