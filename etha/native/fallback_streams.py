@@ -361,7 +361,8 @@ class PythonStreams:
         poll.register(self.table.wake_fd, select.POLLIN)
         self.table.struct.asleep = 1
         self.library.fence()
-        left = 0.0 if self._has_news() else max(0.0, min(until) - now) if until else None
+        news = self._has_news() or (self.table.struct.closing and not closing_since)
+        left = 0.0 if news else max(0.0, min(until) - now) if until else None
         ready = poll.poll(None if left is None else left * 1000 + (left > 0))
         self.table.struct.asleep = 0
         now = time.monotonic()

@@ -454,7 +454,7 @@ void etha_serve_streams(etha_streams *s) {
         if (closing_since && (!open || now - closing_since >= beat)) break;
         atomic_store(&s->asleep, 1);
         atomic_thread_fence(memory_order_seq_cst); /* the sleeper's half of the eventcount */
-        if (has_news(s) || must_withdraw(s)) more = 1;
+        if (has_news(s) || must_withdraw(s) || (!closing_since && atomic_load(&s->closing))) more = 1;
         int64_t until = closing_since ? closing_since + beat : INT64_MAX;
         nfds_t n = 0;
         for (uint32_t r = 0; r < g->size; r++) {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from etha.native import ALL, NativeLibrary, RunArguments, RunResult, StepKind, StreamTable, run_arguments
+from etha.native import ALL, NativeLibrary, RunArguments, RunResult, StepKind, StreamEnd, StreamTable, run_arguments
 from etha.native.fallback_streams import HEAD, FrameKind
 from etha.native.structs import BELL, SLEEPING
 from tests.unit.native.pages import Pages, post, sources, spaces, steps, wait
@@ -99,6 +99,19 @@ def test_a_flush_ends_when_the_tensor_may_change(side: Side) -> None:
     side.tensor[:] = 9
     reader.join()
     assert got == [bytes([7]) * ROOM]
+
+
+def test_closing_is_heard_while_the_last_stream_ends(library: NativeLibrary) -> None:
+    """The thread that serves the streams has just looked whether it closes, and has nobody left to wait for."""
+    for turn in range(300):
+        side = Side(library)
+        side.peer.close()
+        until(lambda side=side: library.stream_end(side.table, 1)[0] is not StreamEnd.OPEN)
+        library.withdraw(side.table)  # returns when the thread is about to sleep
+        library.close_streams(side.table)
+        side.thread.join(20)
+        assert not side.thread.is_alive(), turn
+        side.close()
 
 
 def test_a_flush_waits_for_nobody_who_has_ended(side: Side) -> None:
