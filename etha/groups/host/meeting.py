@@ -16,6 +16,7 @@ another size is found even though it waits for somebody who will never come.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import hmac
 import os
@@ -50,6 +51,8 @@ from etha.groups.store_client import ended_by
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
+#: Seconds that the interpreter's end waits for questions to stores.
+_ENDING = 2.0
 #: What members of two hosts say first: a word that names this language and its version, the speaker's rank, and the
 #: token of whom it speaks to.
 _FAR_HELLO = struct.Struct("<8sI32s")
@@ -201,6 +204,22 @@ def meet(
         meeting.close()
 
 
+#: Threads that ask a store, and what ends them.
+_asking: dict[threading.Thread, MeetingEnd] = {}
+
+
+def _end_asking() -> None:
+    """When the interpreter ends: a thread that it meets inside torch's store would abort the process."""
+    until = time.monotonic() + _ENDING
+    for thread, end in list(_asking.items()):
+        end.set()
+        thread.join(max(0.0, until - time.monotonic()))
+
+
+atexit.register(_end_asking)
+os.register_at_fork(after_in_child=_asking.clear)
+
+
 def ask_store(
     question: Callable[[], Any], deadline: MeetingDeadline, place: str = "", end: MeetingEnd | None = None
 ) -> Any:
@@ -211,6 +230,7 @@ def ask_store(
     answer: list[Any] = []
     failure: list[BaseException] = []
     done = threading.Event()
+    end = end or MeetingEnd()
 
     def run() -> None:
         try:
@@ -218,11 +238,13 @@ def ask_store(
         except BaseException as error:
             failure.append(error)
         finally:
+            _asking.pop(thread, None)
             done.set()
 
     thread = threading.Thread(target=run, name="etha-group-store", daemon=True)
+    _asking[thread] = end
     thread.start()
-    with (end or MeetingEnd()).waking(done.set):
+    with end.waking(done.set):
         in_time = done.wait(deadline.left + 0.5)
     if not in_time:
         raise GroupTimeoutError(
