@@ -62,7 +62,8 @@ _STOP = 1
 #: Seconds in which a run that was stopped ends: it finishes the piece that it copies.
 _SETTLE = 5.0
 #: How long a wait looks before it sleeps. Longer where each member may have a core of its own, because a core that
-#: sleeps takes 50 to 100 us to come back. The library does not look while another member runs on the same core.
+#: sleeps takes 50 to 100 us to come back; between hosts the thread of the streams needs it. The library does not look
+#: while another member runs on the same core.
 _SPIN_US, _SPIN_US_SHARED = 200, 20
 #: Calls of at most so many bytes keep the interpreter's lock for a moment. They are mostly done before a thread that
 #: waits for the lock would get it, and a call that has let go of it waits for 5 ms beside a busy thread.
@@ -162,7 +163,7 @@ class Engine:
             descriptor_stride=self._layout.descriptor_stride,
             ring_offset=self._layout.rings,
             ring_bytes=self._layout.ring,
-            spin_us=_SPIN_US if self.size - len(far) <= len(os.sched_getaffinity(0)) else _SPIN_US_SHARED,
+            spin_us=_SPIN_US_SHARED if far or self.size > len(os.sched_getaffinity(0)) else _SPIN_US,
         )
         even = [b.window(w) for b in self._blocks for w in (0, 1)]
         odd = [b.window(w) for b in self._blocks for w in (1, 0)]
