@@ -115,8 +115,7 @@ def epochs(size: int, runs: int, commands: Any) -> str:
     say(pipes)
     steps = [pipe.recv() for pipe in pipes]
     after, ended = commands(), time.monotonic()
-    while time.monotonic() < ended + (ended - begun):
-        pass
+    time.sleep(ended - begun)
     idle = commands() - after
     say(pipes)
     for process in processes:
