@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -63,7 +64,7 @@ class ProcessGroupEtha(ProcessGroup):
         turn = self._end(None)
         self._error = None
         end = self._meeting = MeetingEnd()
-        store = self._open(config.store, deadline)
+        store = self._open(config.store, deadline, end)
         layout = BlockLayout(size=config.world_size, window=self._window)
         fd, block = new_block(layout)
         try:
@@ -106,14 +107,15 @@ class ProcessGroupEtha(ProcessGroup):
             engine.close()
             raise
 
-    def _open(self, store: Any, deadline: MeetingDeadline) -> Any:
+    def _open(self, store: Any, deadline: MeetingDeadline, end: MeetingEnd) -> Any:
         """The store of a configure. A connection is kept for the next one, because new ones sometimes stall for 5 s."""
         if not isinstance(store, str):
             return store
         place, _, prefix = store.partition("/")
         if self._connection is None or self._connection[0] != place:
             self._connection = None
-            client = ask_store(lambda: create_store_client(store, timeout=self._timeout), deadline, f" at {place}")
+            connect = partial(create_store_client, store, timeout=self._timeout)
+            client = ask_store(connect, deadline, f" at {place}", end)
             self._connection = (place, client.underlying_store)
         return PrefixStore(prefix, self._connection[1])
 
