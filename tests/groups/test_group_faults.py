@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -590,6 +591,31 @@ def configures_after_an_abort(member: Member, kind: str) -> str:
 @pytest.mark.parametrize("kind", ["ProcessGroupEtha", "ProcessGroupGloo", "ProcessGroupBabyGloo"])
 def test_after_an_aborted_configure_the_store_answers_at_once(kind: str) -> None:
     assert together(1, configures_after_an_abort, kind) == {0: kind}
+
+
+def aborted_at_a_silent_store(member: Member) -> None:
+    from etha.groups.host.etha_group import ProcessGroupEtha
+
+    group = ProcessGroupEtha(60.0)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+
+        def abort() -> None:
+            silent.accept()[0].recv(1)  # the group asks
+            group.abort()
+
+        helper = threading.Thread(target=abort)
+        helper.start()
+        begun = time.monotonic()
+        with pytest.raises(GroupAbortedError):
+            group.configure(f"127.0.0.1:{silent.getsockname()[1]}/p", "r", 0, 2)
+        helper.join()
+    assert time.monotonic() - begun < 30
+
+
+def test_abort_ends_a_configure_whose_store_never_answers() -> None:
+    together(1, aborted_at_a_silent_store)
 
 
 def test_a_process_may_end_after_an_aborted_configure() -> None:
