@@ -167,6 +167,13 @@ class PairView(PairState):
         """Who holds ``rank`` of ``side``, if anybody."""
         return self.sides[side].members.get(rank) if side in self.sides else None
 
+    def lists_all(self) -> bool:
+        """Whether each rank of both sides has a holder.
+
+        A formed pair lacks some only after Redis has lost its data, until each agent has put its own ranks back.
+        """
+        return all(len(side.members) == side.world_size for side in self.sides.values())
+
     def missing(self) -> dict[str, tuple[int, ...]]:
         """Ranks for which the next epoch still waits. Rank 0 stands for a side of which nobody has come."""
         if self.state == "formed":

@@ -158,9 +158,12 @@ class PairMachine(Machine[PairPhase]):
         """What Redis says now. Views must come in order; older epochs are ignored."""
         if view.epoch < self.epoch:
             return []
+        formed = view.state == "formed"
+        restoring = formed and not view.lists_all()
+        if restoring and view.epoch == self.epoch and self.state is PairPhase.FORMED and self.view is not None:
+            view = self.view  # the members of an epoch never change
         before, self.view = self.members(), view
         out: list[PairEffect] = []
-        formed = view.state == "formed"
         if self.state is PairPhase.FORMED and (not formed or view.epoch > self.epoch):
             # The view's error belongs to the later epoch, whose members displaced this epoch's.
             passed = view.epoch > self.epoch
@@ -168,9 +171,10 @@ class PairMachine(Machine[PairPhase]):
             text = f"the pair is at epoch {view.epoch} now" if passed else view.error
             # Who has left or died is no member any more, and who was launched again is another process.
             now = self.members()
-            missed = [m for m, h in before.items() if h.epoch == self.epoch and (m not in now or not now[m].is_same(h))]
+            left = {m: not now[m].is_same(h) if m in now else not restoring for m, h in before.items()}
+            missed = [m for m, h in before.items() if left[m] and h.epoch == self.epoch]
             out += self._break(reason, text or "the other side was launched again", missed)
-        if formed and view.epoch > self.epoch:
+        if formed and not restoring and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
             self.move(PairPhase.FORMED)
             out.append(Formed(epoch=view.epoch, view=view))

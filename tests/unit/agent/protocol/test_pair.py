@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,15 @@ class Redis:
     def sever(self, epoch: int) -> None:
         if (self.state, self.epoch) == ("formed", epoch):
             self.state, self.reason = "lost", "died"
+
+    def restored(self, back: Collection[Member]) -> PairView:
+        """After data loss, agents have put back only these ranks of a formed pair so far."""
+        view = self.view()
+        sides = {
+            name: replace(side, members={r: h for r, h in side.members.items() if (name, r) in back})
+            for name, side in view.sides.items()
+        }
+        return replace(view, sides=sides)
 
     def view(self) -> PairView:
         sides = {
@@ -462,6 +472,29 @@ def test_an_older_view_is_ignored() -> None:
     assert world.pair.viewed(old) == [] and world.pair.state is PairPhase.FORMED
 
 
+@pytest.mark.parametrize("back", [MEMBERS[:1], MEMBERS[1:], []])
+def test_ranks_that_their_agents_put_back_later_stay_known(back: list[Member]) -> None:
+    """A registration in between would be planned for too few ranks."""
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    assert world.pair.viewed(world.redis.restored(back)) == []
+    assert sorted(world.pair.members()) == sorted(MEMBERS)
+
+
+def test_an_epoch_that_was_not_seen_before_redis_lost_it_forms_once_all_are_back() -> None:
+    world = World()
+    keys = [world.ask(member) for member in MEMBERS]
+    for asked in [world.todo.popleft() for _ in MEMBERS]:
+        assert isinstance(asked, Join)
+        world.redis.join(asked.asked)
+        world.perform(world.pair.joined(asked.asked.key, world.redis.restored(MEMBERS[:1])))
+    assert world.pair.state is PairPhase.FORMING and not world.meeting
+    world.drain()
+    assert [world.answers[key] for key in keys] == [1, 1, 1]
+
+
 def test_an_impossible_move_tells_the_story() -> None:
     with pytest.raises(ImpossibleMove, match="pair p: FORMING -> LOST is impossible; so far: FORMING"):
         PairMachine("p").move(PairPhase.LOST)
@@ -478,6 +511,12 @@ class Walk(RuleBasedStateMachine):
     def ask(self, member: Member) -> None:
         self.world.ask(member)
 
+    @rule()
+    def all_come(self) -> None:
+        for member in MEMBERS:
+            self.world.ask(member)
+        self.world.drain()
+
     @precondition(lambda self: self.world.todo)
     @rule(refuse=st.integers(0, 5), severed=st.integers(0, 3))
     def store(self, refuse: int, severed: int) -> None:
@@ -486,6 +525,11 @@ class Walk(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.world.look()
+
+    @precondition(lambda self: self.world.redis.state == "formed")
+    @rule(back=st.sets(st.sampled_from(MEMBERS)))
+    def look_while_ranks_are_put_back(self, back: set[Member]) -> None:
+        self.world.perform(self.world.pair.viewed(self.world.redis.restored(back)))
 
     @precondition(lambda self: self.world.meeting)
     @rule(fails=st.integers(0, 3))
@@ -523,6 +567,8 @@ class Walk(RuleBasedStateMachine):
         assert (pair.error(pair.epoch) is None) == (pair.state is PairPhase.FORMED)
         if pair.state is PairPhase.LOST:
             assert pair.lost is not None
+        if pair.state is PairPhase.FORMED:
+            assert sorted(pair.members()) == sorted(MEMBERS), "an epoch lacks some of its ranks"
 
     def teardown(self) -> None:
         world = self.world
