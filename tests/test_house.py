@@ -29,6 +29,8 @@ EDGES: dict[str, set[str]] = {
     "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
+    # How a thread waits: asked by whoever blocks a user's thread.
+    "interruptible": set(),
     # How a package loads what it shows, and what an object of torch.distributed is, without importing either.
     "lazy_names": set(),
     "torch_types": set(),
@@ -86,12 +88,24 @@ EDGES: dict[str, set[str]] = {
         "plan",
         "cuda",
         "observe",
+        "interruptible",
         "torch_types",
     },
     "redistribute": {"errors", "config", "plan"},
     # Dummies of the clients for users' tests: the clients over an agent that is played in the same process.
     "testing": {"errors", "config", "version", "client", "bus", "memory"},
-    "groups": {"addresses", "errors", "config", "native", "memory", "cuda", "bus", "client", "version"},
+    "groups": {
+        "addresses",
+        "errors",
+        "config",
+        "native",
+        "memory",
+        "cuda",
+        "bus",
+        "client",
+        "interruptible",
+        "version",
+    },
     "integrations": {"", "addresses", "errors", "config", "client", "plan"},
     # Above the library: they use it as a user would, and "" is its public face.
     "": {"errors", "version", "client", "redistribute", "lazy_names"},

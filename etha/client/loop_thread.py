@@ -25,6 +25,7 @@ from etha.client.future import TransferFuture
 from etha.client.results import OnCommit, TransferResult
 from etha.client.tasks import contain, error_of
 from etha.errors import AgentLostError
+from etha.interruptible import acquire
 
 log = logging.getLogger(__name__)
 
@@ -161,8 +162,8 @@ class _Running:
             self._loop_thread._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
-        with self._ended:
-            return
+        acquire(self._ended)
+        self._ended.release()
 
     def begin(self) -> None:
         if self._task is None and not self._abandoned:

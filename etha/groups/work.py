@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from etha.errors import GroupTimeoutError
 from etha.groups.calls import GroupCall
+from etha.interruptible import acquire
 
 _Work: Any = torch._C._distributed_c10d.Work
 
@@ -38,7 +39,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
-        # Held until the end: a plain lock is a third of an Event, and Ctrl-C interrupts it too.
+        # Held until the end: a plain lock costs a third of an Event.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._root: Future[None] | None = None
@@ -92,12 +93,10 @@ class GroupWork(_Work):  # type: ignore[misc]
         run = self._run
         if run is not None:
             run(timeout or None)
-        if not until:
-            self._gate.acquire()
-        elif not self._gate.acquire(timeout=max(0.0, until - time.monotonic())):
+        if acquire(self._gate, until):
+            self._gate.release()
+        else:
             self.expire(timeout or timedelta(0))
-            return
-        self._gate.release()
 
     def expire(self, timeout: timedelta) -> None:
         """The timeout of a ``wait`` has passed: end the call, because nobody will wait for it again."""

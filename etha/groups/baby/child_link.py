@@ -56,6 +56,7 @@ from etha.groups.inprocess.formation import AGAIN
 from etha.groups.schedule import POINT_TO_POINT
 from etha.groups.store_client import ended_by
 from etha.groups.work import GroupWork
+from etha.interruptible import readable, wait
 from etha.memory.process import Beacon, start_time
 
 log = logging.getLogger(__name__)
@@ -174,8 +175,7 @@ class ChildLink:
         try:
             self._fork(until)
             self._ask_to_configure(until)
-            self._formed.wait(max(0.0, until - time.monotonic()) + _GRACE)
-            if not self._formed.is_set():
+            if not wait(self._formed, until + _GRACE):
                 self.fail(GroupTimeoutError(f"configure timed out after {seconds:g} seconds"))
         except KeyboardInterrupt:
             self.fail(GroupAbortedError("configure was interrupted"))
@@ -344,14 +344,8 @@ class ChildLink:
             self._heard(message)
 
     def _read_answer(self, until: float | None) -> Message | None:
-        ours = self._calls.ours
         try:
-            if until is not None:
-                watch = select.poll()
-                watch.register(ours, select.POLLIN)
-                if not watch.poll(max(0.0, until - time.monotonic()) * 1000):
-                    return None
-            return self._receive(self._calls)
+            return self._receive(self._calls) if readable(self._calls.ours, until) else None
         except OSError:
             return None  # the link has ended: whoever ends it ends the calls
 

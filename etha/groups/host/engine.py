@@ -54,6 +54,7 @@ from etha.groups.schedule import (
     sums_per_host,
 )
 from etha.groups.work import GroupWork
+from etha.interruptible import acquire
 from etha.native.structs import CLAIM, FLAGS_AT
 
 #: A run on the main thread comes back this often, because only there Python can act on a signal.
@@ -364,8 +365,7 @@ class Engine:
         """Carry out calls on the caller's thread until ``item`` has ended."""
         until = None if limit is None else time.monotonic() + limit.total_seconds()
         while not item.work.is_completed():
-            left = -1.0 if until is None else max(0.0, until - time.monotonic())
-            if not self._turn.acquire(timeout=left):
+            if not acquire(self._turn, until):
                 return
             tell = None
             try:

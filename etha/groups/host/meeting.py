@@ -48,6 +48,7 @@ from etha.errors import (
 from etha.groups.host import endpoints
 from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
 from etha.groups.store_client import ended_by
+from etha.interruptible import wait
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
@@ -245,7 +246,7 @@ def ask_store(
     _asking[thread] = end
     thread.start()
     with end.waking(done.set):
-        in_time = done.wait(deadline.left + 0.5)
+        in_time = wait(done, time.monotonic() + deadline.left + 0.5)
     if not in_time:
         raise GroupTimeoutError(
             f"the store{place} did not answer within {deadline.seconds:g} s: its process may have ended, or be stopped",

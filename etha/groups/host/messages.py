@@ -183,13 +183,14 @@ def _pending(call: GroupCall, work: GroupWork, timeout: float) -> _Pending:
             back.append((tensor, used))
         tensors.append(used)
     rows = np.zeros(len(tensors), dtype=MESSAGE)
-    rows["kind"] = MessageKind.SEND if sends else MessageKind.RECEIVE
+    # Plain numbers: numpy looks for attributes of a member of an enum, and a Ctrl-C that came meanwhile would be lost.
+    rows["kind"] = (MessageKind.SEND if sends else MessageKind.RECEIVE).value
     rows["peer"] = native.ALL if call.kind is Kind.RECV_ANY else call.root
     rows["tag"] = call.tag
     rows["data"] = [tensor.data_ptr() for tensor in tensors]
     rows["nbytes"] = [tensor.numel() * tensor.element_size() for tensor in tensors]
     rows["dtype"] = [_DTYPE_NUMBERS[str(tensor.dtype)] for tensor in tensors]
-    rows["status"] = native.RunResult.AGAIN
+    rows["status"] = native.RunResult.AGAIN.value
     rows["source"] = native.ALL
     rows["call_number"] = _EVERY_CALL
     rows["deadline_ns"] = time.monotonic_ns() + int(timeout * 1e9)

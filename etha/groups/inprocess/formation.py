@@ -35,6 +35,7 @@ from etha.groups.calls import GroupCall
 from etha.groups.schedule import POINT_TO_POINT, Kind
 from etha.groups.store_client import create_store_client, ended_by
 from etha.groups.work import GroupWork
+from etha.interruptible import wait
 
 #: Seconds that a forming may take beyond its timeout to say who is missing, and an idle thread to end.
 _GRACE = 0.25
@@ -95,7 +96,7 @@ class Formation:
         self._threads = 1
         threading.Thread(target=self._main, name="etha-group", daemon=True).start()
         try:
-            in_time = self._formed.wait(self.timeout.total_seconds() + _GRACE)
+            in_time = wait(self._formed, time.monotonic() + self.timeout.total_seconds() + _GRACE)
         except KeyboardInterrupt:
             self.fail(GroupAbortedError("configure was interrupted"))
             raise

@@ -10,12 +10,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from etha import native
 from etha.native.structs import STEP
 
 
 def _nobody(word: str) -> None:
     """Nobody listens."""
+
+
+def _steps(steps: Any, *kinds: native.StepKind) -> list[int]:
+    """The places of steps of these kinds."""
+    return [int(place) for place in np.isin(steps["kind"], [int(kind) for kind in kinds]).nonzero()[0]]
 
 
 class Seam:
@@ -37,14 +44,15 @@ class Seam:
         steps = args.kept[0]
         assert steps.dtype == STEP
         args.brief_us = 0  # it would keep the interpreter's lock while another thread has to speak
-        if not self._said and (waits := (steps["kind"] == native.StepKind.WAIT).nonzero()[0]).size:
-            self._run_to(args, int(waits[0]))
+        # Found before it speaks: a Ctrl-C that came while numpy looks at a member of an enum would be lost, because
+        # numpy takes every error in a lookup for an attribute that is not there.
+        waits, moves = _steps(steps, native.StepKind.WAIT), _steps(steps, native.StepKind.COPY, native.StepKind.REDUCE)
+        if not self._said and waits:
+            self._run_to(args, waits[0])
             self._said = True
             self._say("waiting")
-        moves = (steps["kind"] == native.StepKind.COPY) | (steps["kind"] == native.StepKind.REDUCE)
-        if self._hold is not None and moves.any():
-            at = moves.nonzero()[0]
-            result = self._run_to(args, int(at[int(self._hold * (len(at) - 1))]) + 1)
+        if self._hold is not None and moves:
+            result = self._run_to(args, moves[int(self._hold * (len(moves) - 1))] + 1)
             if result is not native.RunResult.DONE:
                 return result
             self._hold = None
