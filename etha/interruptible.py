@@ -7,10 +7,13 @@ handlers, waits in slices.
 
 from __future__ import annotations
 
+import concurrent.futures
 import select
 import socket
 import threading
 import time
+from contextlib import suppress
+from typing import Any
 
 #: Seconds after which a signal is noticed at the latest.
 _SLICE = 0.1
@@ -34,6 +37,18 @@ def wait(event: threading.Event, until: float) -> bool:
     while not event.wait(_slice(until)):
         if _over(until):
             return False
+    return True
+
+
+def settled(future: concurrent.futures.Future[Any], until: float | None = None) -> bool:
+    """Whether ``future`` has ended, however it did, at ``until``."""
+    main = threading.get_ident() == _MAIN
+    while not future.done():
+        left = _slice(until) if main else None if until is None else max(0.0, until - time.monotonic())
+        with suppress(TimeoutError, concurrent.futures.CancelledError):
+            future.exception(left)
+        if _over(until):
+            return future.done()
     return True
 
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Self
@@ -17,6 +18,7 @@ from etha.client.one_process import OfOneProcess
 from etha.client.results import TransferResult
 from etha.client.tasks import error_of
 from etha.errors import AgentLostError, ConfigError
+from etha.interruptible import settled
 
 log = logging.getLogger(__name__)
 
@@ -77,16 +79,21 @@ class TransferFuture(OfOneProcess):
         loop.
         """
         self._check_may_block()
-        return self._future.result(timeout)
+        self._settle(timeout)
+        return self._future.result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Block for the end, and return the transfer's error, or None if it succeeded. Raises as ``result``
         otherwise."""
         self._check_may_block()
-        error = self._future.exception(timeout)
+        self._settle(timeout)
+        error = self._future.exception(0)
         if isinstance(error, concurrent.futures.CancelledError):
             raise error
         return error
+
+    def _settle(self, timeout: float | None) -> None:
+        settled(self._future, None if timeout is None else time.monotonic() + timeout)
 
     def add_done_callback(self, function: Callable[[TransferFuture], None]) -> None:
         """Call ``function(self)`` at the end, on the client's loop thread, or at once if the transfer is over.

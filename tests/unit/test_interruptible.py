@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import signal
 import socket
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from etha.interruptible import acquire, readable, wait
+from etha.interruptible import acquire, readable, settled, wait
 
 FAR = 3600.0
 
@@ -32,6 +33,7 @@ def of_a_socket(until: float | None) -> bool:
 WAITS: dict[str, Callable[[float | None], bool]] = {
     "acquire": lambda until: acquire(held(), until),
     "wait": lambda until: wait(threading.Event(), math.inf if until is None else until),
+    "settled": lambda until: settled(concurrent.futures.Future(), until),
     "readable": of_a_socket,
 }
 
@@ -88,7 +90,9 @@ def test_what_is_there_is_found(on_main: bool) -> None:
     def run() -> None:
         event = threading.Event()
         event.set()
-        found.extend([acquire(threading.Lock()), wait(event, 0.0), readable(ours)])
+        failed: concurrent.futures.Future[None] = concurrent.futures.Future()
+        failed.set_exception(TimeoutError("its own"))
+        found.extend([acquire(threading.Lock()), wait(event, 0.0), readable(ours), settled(failed)])
 
     with ours, theirs:
         theirs.send(b"1")
@@ -98,4 +102,4 @@ def test_what_is_there_is_found(on_main: bool) -> None:
             thread = threading.Thread(target=run)
             thread.start()
             thread.join()
-    assert found == [True, True, True]
+    assert found == [True] * 4
