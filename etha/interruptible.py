@@ -12,22 +12,82 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 #: Seconds after which a signal is noticed at the latest.
 _SLICE = 0.1
+#: Seconds after which another thread than the main one looks at a latch again.
+_LOOK = 1.0
 _MAIN = threading.main_thread().ident
 
 
-def acquire(lock: threading.Lock, until: float | None = None) -> bool:
-    """Take ``lock``; False if it is not free at ``until`` (of ``time.monotonic()``; None: wait without a limit)."""
+def holding(lock: threading.RLock, work: Callable[[], object], until: float | None = None) -> bool:
+    """Call ``work`` with ``lock`` held; False if it is not free at ``until`` (of ``time.monotonic()``; None: no limit).
+
+    An interrupt at any moment gives the lock back. One between ``acquire()`` and a ``try`` would not: only an RLock
+    knows itself whose it is, and here nothing is called before ``release``.
+    """
+    try:
+        if not _acquire(lock, until):
+            return False
+        work()
+        return True
+    finally:
+        try:  # noqa: SIM105 - contextlib.suppress would be called first
+            lock.release()
+        except RuntimeError:
+            pass  # it was not taken
+
+
+def _acquire(lock: threading.RLock, until: float | None) -> bool:
     if threading.get_ident() != _MAIN:
         return lock.acquire(timeout=-1 if until is None else max(0.0, until - time.monotonic()))
     while not lock.acquire(timeout=_slice(until)):
         if _over(until):
             return False
     return True
+
+
+def join(thread: threading.Thread) -> None:
+    """Wait for a thread that ends soon. One whose ``start()`` was interrupted ends by itself, or has never begun."""
+    with suppress(RuntimeError):
+        thread.join()
+
+
+class Latch:
+    """Opens once, and lets everybody through from then on. A lock costs a third of an Event.
+
+    An interrupt at any moment leaves nobody waiting: an open latch is not locked for long.
+    """
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """From any thread; a second time does nothing."""
+        self.is_open = True
+        try:  # noqa: SIM105 - contextlib.suppress would be called first
+            self._lock.release()
+        except RuntimeError:
+            pass  # somebody else has released it, because it is open
+
+    def wait(self, until: float | None = None) -> bool:
+        """Whether it is open at ``until``."""
+        main = threading.get_ident() == _MAIN
+        try:
+            while not self.is_open:
+                # Whoever is interrupted right after it has taken the lock may keep it: other threads look again, too.
+                left = _slice(until, _SLICE if main else _LOOK)
+                if not self._lock.acquire(timeout=left) and _over(until):
+                    return self.is_open
+            return True
+        finally:
+            if self.is_open:
+                self.open()
 
 
 def wait(event: threading.Event, until: float) -> bool:
@@ -64,8 +124,8 @@ def readable(sock: socket.socket, until: float | None = None) -> bool:
     return True
 
 
-def _slice(until: float | None) -> float:
-    return _SLICE if until is None else max(0.0, min(_SLICE, until - time.monotonic()))
+def _slice(until: float | None, most: float = _SLICE) -> float:
+    return most if until is None else max(0.0, min(most, until - time.monotonic()))
 
 
 def _over(until: float | None) -> bool:

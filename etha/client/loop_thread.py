@@ -25,7 +25,7 @@ from etha.client.future import TransferFuture
 from etha.client.results import OnCommit, TransferResult
 from etha.client.tasks import contain, error_of
 from etha.errors import AgentLostError
-from etha.interruptible import acquire
+from etha.interruptible import Latch
 
 log = logging.getLogger(__name__)
 
@@ -150,9 +150,7 @@ class _Running:
     """A coroutine on the loop of another thread, whose real end can be waited for."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], loop_thread: LoopThread) -> None:
-        # A bare lock that is held until the end, because waking from an Event costs as much as a small transfer.
-        self._ended = threading.Lock()
-        self._ended.acquire()
+        self._ended = Latch()
         self._work, self._loop_thread = work, loop_thread
         self._task: asyncio.Task[Any] | None = None
         self._abandoned = False
@@ -162,8 +160,7 @@ class _Running:
             self._loop_thread._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
-        acquire(self._ended)
-        self._ended.release()
+        self._ended.wait()
 
     def begin(self) -> None:
         if self._task is None and not self._abandoned:
@@ -196,8 +193,7 @@ class _Running:
         self._loop_thread.end(self)
 
     def _release(self) -> None:
-        with suppress(RuntimeError):  # it was released before
-            self._ended.release()
+        self._ended.open()
 
 
 class _Submitted:

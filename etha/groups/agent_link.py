@@ -139,7 +139,12 @@ class GroupAgentLink:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:
-            link = await self._open(max(0.0, deadline - loop.time()))
+            try:
+                link = await self._open(max(0.0, deadline - loop.time()))
+            except AgentLostError:  # a new one has ended before it had heard who is here
+                if self._closed or loop.time() >= deadline:
+                    raise
+                continue
             try:
                 return await link.request(
                     message, timeout=max(0.0, deadline - loop.time()), on_timeout=lambda: self._late(message)
@@ -164,10 +169,10 @@ class GroupAgentLink:
                 raise AgentLostError("this member has left its group")
             again = self._link is not None
             self._link = link = await self._connect(timeout, again=again)
-            if again:
-                for message in self._attend():
-                    self._heard(await link.request(message, timeout=_CONNECT))
-        link.lost.add_done_callback(lambda _: self._lost(link))
+            # Before anything is asked of it: an agent that ends meanwhile is replaced, too.
+            link.lost.add_done_callback(lambda _: self._lost(link))
+            for message in self._attend() if again else ():
+                self._heard(await link.request(message, timeout=_CONNECT))
         return link
 
     def _lost(self, link: AgentLink) -> None:

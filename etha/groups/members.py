@@ -56,6 +56,7 @@ from etha.errors import (
 )
 from etha.groups.agent_link import EpochStore, GroupAgentLink
 from etha.groups.managed import carrier
+from etha.groups.plain_ddp import newcomer_refusal
 from etha.groups.recovery.handover import Place, StateHandover
 from etha.groups.recovery.state import MOST_BYTES, MemberState, StateFrame
 from etha.groups.vote import AddAcross, AddInside, Ballot, Decided, EndReplica, Vote
@@ -177,6 +178,8 @@ class Members:
         self._half_loaded = False
         self._failures = 0
         self._begun = self._left = self._recovered = False
+        #: This is the first step beside members that train already.
+        self._joins = False
         #: Calls of ``begin`` since the last ``commit``.
         self._begins = 0
         self._ended: GroupLostError | None = None
@@ -230,8 +233,9 @@ class Members:
         until ``commit``.
 
         Otherwise it waits until the next epoch has formed, forms the process groups, and loads the state if this member
-        is behind. Raises GroupTimeoutError, which names whom it waits for; it may be called again then. GroupLostError:
-        this replica is over, because it has lost a rank or was launched again.
+        is behind. Raises GroupTimeoutError, which names whom it waits for, or AgentUnavailableError, if no agent was
+        there in time; it may be called again then. GroupLostError: this replica is over, because it has lost a rank or
+        was launched again. GroupError: torch's own DistributedDataParallel cannot join members that train already.
         """
         self._check()
         # An epoch waits for a busy member up to ``self.timeout``; then its groups have to be formed.
@@ -282,7 +286,9 @@ class Members:
             raise GroupError(f"commit({ok!r}): True or False is needed")
         ok = bool(ok)
         self._begun, self._begins = False, 0
-        error = self._step_error()
+        refusal = self._plain_ddp() if self._joins else None  # one that was made after begin()
+        self._joins = False
+        error = refusal or self._step_error()
         ballot = Ballot(
             nays=int(not ok or error is not None),
             behind=0,
@@ -303,7 +309,15 @@ class Members:
             if release is not None:
                 release.cancel()
         self._apply(decided)
+        if refusal is not None:
+            self.leave()
+            raise refusal
         return decided.committed
+
+    def _plain_ddp(self) -> GroupError | None:
+        """Why this process may not train beside members that train already."""
+        texts = [newcomer_refusal(group) for group in self._managed()]
+        return GroupError(next(filter(None, texts))) if any(texts) else None
 
     def _end_calls(self) -> None:
         """Let the others' calls of this step end. They would find nobody in the vote, so the epoch ends with it."""
@@ -453,6 +467,11 @@ class Members:
             raise self._end("it has loaded half a state, and nobody is left who has the other half")
         loads = _loads(formed.seats) if self._state is not None else []
         newcomer = any(target == self._mine for _, target in loads)
+        self._joins = formed.seats[0].last > 0 and (newcomer or self._behind)
+        if self._joins and (refusal := self._plain_ddp()) is not None:
+            self._configuring = None
+            self.leave()  # the others form another epoch
+            raise refusal
         self._target = (formed.seats[0].step, formed.seats[0].committed)
         if mine.counts and not newcomer:
             self._last = formed.epoch

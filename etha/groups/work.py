@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from etha.errors import GroupTimeoutError
 from etha.groups.calls import GroupCall
-from etha.interruptible import acquire
+from etha.interruptible import Latch
 
 _Work: Any = torch._C._distributed_c10d.Work
 
@@ -39,9 +39,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         self._lock = threading.Lock()
         self._done = False
         self._error: BaseException | None = None
-        # Held until the end: a plain lock costs a third of an Event.
-        self._gate = threading.Lock()
-        self._gate.acquire()
+        self._gate = Latch()
         self._root: Future[None] | None = None
         self._future: Future[Any] | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -58,7 +56,7 @@ class GroupWork(_Work):  # type: ignore[misc]
             self._error, self._done, self._run = error, True, None
             root, callbacks = self._root, self._callbacks
             self._root, self._callbacks = None, []
-        self._gate.release()
+        self._gate.open()
 
         def tell() -> None:
             if root is not None:
@@ -93,9 +91,7 @@ class GroupWork(_Work):  # type: ignore[misc]
         run = self._run
         if run is not None:
             run(timeout or None)
-        if acquire(self._gate, until):
-            self._gate.release()
-        else:
+        if not self._gate.wait(until):
             self.expire(timeout or timedelta(0))
 
     def expire(self, timeout: timedelta) -> None:

@@ -163,6 +163,46 @@ def learn(trainer: Trainer) -> None:
     members.leave()
 
 
+def train_torchs_ddp(trainer: Trainer) -> None:
+    """Train with torch's own DDP, which is made before the first step, or in it (``late``)."""
+    import torch
+
+    from etha.groups.managed import ManagedProcessGroup
+    from etha.groups.members import Members
+
+    late = trainer.options.pop("late", False)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    members = Members("dp", replica=trainer.name, **trainer.options)
+    members.state(model, optimizer)
+    group: Any = ManagedProcessGroup(members)
+    ddp = None
+    while not (trainer.pipe.poll(0) and trainer.pipe.recv() == "end"):
+        if ddp is None and not late:
+            ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+        quorum = members.begin()
+        if ddp is None:
+            ddp = torch.nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False)
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).square().mean().backward()
+        committed = members.commit()
+        if committed:
+            optimizer.step()
+        log = StepLog(
+            at=time.monotonic(),
+            epoch=quorum.epoch,
+            step=quorum.step,
+            rank=quorum.rank,
+            size=quorum.size,
+            committed=committed,
+            total=0.0,
+            weights=float(sum(parameter.double().sum() for parameter in model.parameters())),
+        )
+        trainer.pipe.send(log)
+    members.leave()
+
+
 def _put(into: list[int], values: tuple[int, ...]) -> None:
     into[:] = values
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.flow.sites import private_directory, started_in
-from tests.groups.replicas import Replicas, StepLog, come_twice, learn, never_commit, replicas
+from tests.groups.replicas import Replicas, StepLog, come_twice, learn, never_commit, replicas, train_torchs_ddp
 from tests.seconds import within
 
 pytestmark = pytest.mark.usefixtures("agents")
@@ -267,3 +267,26 @@ def test_status_shows_the_group_with_epoch_members_and_step_and_who_is_missing(j
     assert "elastic groups" in table and "rank 1 of c, which has not come" in table and f"pid {new.pid} on" in table
     job.end(*ranks.values())
     job.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [False, True], ids=["made before the step", "made in it"])
+def test_torchs_ddp_cannot_join_members_that_train(job: Replicas, late: bool) -> None:
+    """Its gradients fit into one bucket: the calls would match, and the sums be of unlike gradients."""
+    one = job.start("one", body=train_torchs_ddp)
+    one.until(lambda log: log.committed and log.step >= 3)
+    two = job.start("two", body=train_torchs_ddp, late=late)
+    name, text = two.ends()
+    assert name == "GroupError" and "etha.groups.DistributedDataParallel" in text
+    assert not any(log.committed for log in two.logs)
+    one.until(lambda log: log.committed and log.size == 1 and log.epoch > 1)
+    assert all(log.size == 1 for log in one.logs if log.committed)
+    job.end(one)
+
+
+@pytest.mark.slow
+def test_torchs_ddp_trains_where_all_begin_together(job: Replicas) -> None:
+    one, two = (job.start(name, body=train_torchs_ddp, min_replicas=2) for name in ("one", "two"))
+    for each in (one, two):
+        each.until(lambda log: log.committed and log.step >= 3)
+    job.end(one, two)

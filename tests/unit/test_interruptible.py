@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dis
+import itertools
 import math
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import ClassVar
 
 import pytest
 
-from etha.interruptible import acquire, readable, settled, wait
+from etha import interruptible
+from etha.interruptible import Latch, holding, readable, settled, wait
 
 FAR = 3600.0
 
 
-def held() -> threading.Lock:
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
+def held_elsewhere(until: float | None) -> bool:
+    lock = threading.RLock()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        return holding(lock, lambda: None, until)
+    finally:
+        done.set()
+        thread.join()
 
 
 def of_a_socket(until: float | None) -> bool:
@@ -31,7 +50,8 @@ def of_a_socket(until: float | None) -> bool:
 
 
 WAITS: dict[str, Callable[[float | None], bool]] = {
-    "acquire": lambda until: acquire(held(), until),
+    "holding": held_elsewhere,
+    "latch": lambda until: Latch().wait(until),
     "wait": lambda until: wait(threading.Event(), math.inf if until is None else until),
     "settled": lambda until: settled(concurrent.futures.Future(), until),
     "readable": of_a_socket,
@@ -92,7 +112,12 @@ def test_what_is_there_is_found(on_main: bool) -> None:
         event.set()
         failed: concurrent.futures.Future[None] = concurrent.futures.Future()
         failed.set_exception(TimeoutError("its own"))
-        found.extend([acquire(threading.Lock()), wait(event, 0.0), readable(ours), settled(failed)])
+        latch = Latch()
+        latch.open()
+        latch.open()
+        lock, work = threading.RLock(), []
+        found.extend([holding(lock, lambda: work.append(1)), latch.wait(), latch.wait(0.0), work == [1]])
+        found.extend([wait(event, 0.0), readable(ours), settled(failed)])
 
     with ours, theirs:
         theirs.send(b"1")
@@ -102,4 +127,80 @@ def test_what_is_there_is_found(on_main: bool) -> None:
             thread = threading.Thread(target=run)
             thread.start()
             thread.join()
-    assert found == [True] * 4
+    assert found == [True] * 7
+
+
+class InterruptAt:
+    """Raises KeyboardInterrupt in this module's code at the n-th place where the interpreter looks for signals."""
+
+    CHECKS: ClassVar[set[str]] = {"CALL", "JUMP_BACKWARD", "RESUME"}
+
+    def __init__(self, number: int) -> None:
+        self.left, self._last = number, ""
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
+        if frame.f_code.co_filename != interruptible.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self._last = self._last, dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            if before in self.CHECKS:
+                self.left -= 1
+                if self.left == 0:
+                    raise KeyboardInterrupt
+        return self
+
+    def run(self, work: Callable[[], object]) -> bool:
+        """Whether ``work`` was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+
+def elsewhere(work: Callable[[], bool]) -> bool:
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_an_interrupt_at_any_place_gives_the_lock_back() -> None:
+    lock = threading.RLock()
+    for number in itertools.count(1):
+        if not InterruptAt(number).run(lambda: holding(lock, lambda: None)):
+            break
+        assert elsewhere(lambda: holding(lock, lambda: None, 0.0)), f"place {number}"
+    assert number > 5, "places were found"
+
+
+def test_an_interrupt_at_any_place_leaves_an_open_latch_open() -> None:
+    for number in itertools.count(1):
+        latch = Latch()
+        latch.open()
+        if not InterruptAt(number).run(latch.wait):
+            break
+        assert elsewhere(lambda: latch.wait(0.0)), f"place {number}"  # noqa: B023 - it is called at once
+        assert latch.wait(0.0)
+    assert number > 1, "places were found"
+
+
+def test_an_interrupt_at_any_place_of_the_one_that_opens_it_leaves_a_latch_open() -> None:
+    for number in itertools.count(1):
+        latch, found = Latch(), list[bool]()
+        waiting = threading.Thread(target=lambda: found.append(latch.wait(time.monotonic() + 60)))  # noqa: B023
+        waiting.start()
+        interrupted = InterruptAt(number).run(latch.open)
+        if not latch.is_open:  # whoever opens it does so again
+            latch.open()
+        waiting.join()
+        assert found == [True]
+        if not interrupted:
+            break
+    assert number > 1, "places were found"

@@ -72,6 +72,9 @@ class _Held:
     entrance: Entrance
     #: Ends the wait of its open call.
     limit: asyncio.Timeout | None = None
+    #: Held while a call waits, and until its wish is taken back. ``ending``: its worker waits for it no more.
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    ending: bool = False
     lost: str = ""
     #: The launch under which Redis has had this rank.
     seated: str | None = None
@@ -115,15 +118,18 @@ class GroupService:
                 f"rank {message.rank} of replica {message.replica} of group {message.group} is held by another "
                 f"Members of this process: close that one first"
             )
-        if held is not None and held.limit is not None and held.session is session:
+        if held is not None and held.limit is not None and held.session is session and not held.ending:
             raise ConfigError(f"rank {message.rank} of replica {message.replica} is entering group {message.group} now")
         if held is None or held.session is not session:
             held = self._held[key] = _Held(session, entrance)
-        held.entrance = entrance
         if message.group not in self._followed:
             self._followed.add(message.group)
             self._spawn(self._follow(message.group))
-        self._spawn(self._enter(key, held, request) if message.wants else self._attend(held, request))
+        if message.wants:
+            self._spawn(self._enter(key, held, entrance, request))
+        else:
+            held.entrance = entrance
+            self._spawn(self._attend(held, request))
 
     def depart(self, session: WorkerSession, request: Request, message: DepartGroup) -> None:
         """A worker leaves."""
@@ -276,14 +282,26 @@ class GroupService:
             key = (held.entrance.group, held.entrance.replica, held.entrance.rank)
             self._store.groups.held[key] = (held.entrance, held.session.holder)
 
-    async def _enter(self, key: _Key, held: _Held, request: Request) -> None:
-        limit = held.limit = asyncio.timeout_at(None if request.deadline == math.inf else request.deadline)
+    async def _enter(self, key: _Key, held: _Held, entrance: Entrance, request: Request) -> None:
+        limit = asyncio.timeout_at(None if request.deadline == math.inf else request.deadline)
+        over = False
 
         def end(_: object, expired: bool) -> None:
+            nonlocal over
+            over = True
             if held.limit is limit:
+                held.ending = True
                 limit.reschedule(asyncio.get_running_loop().time())
 
         call = self._calls.open(held.session.peer, request, end)
+        async with held.turn:  # a call that was interrupted may be taking its wish back
+            if over or held.lost:
+                self._calls.fail(call, GroupTimeoutError(f"group {key[0]}: the call ended before it had asked Redis"))
+                return
+            held.entrance, held.limit, held.ending = entrance, limit, False
+            await self._wait_for_epoch(key, held, limit, call)
+
+    async def _wait_for_epoch(self, key: _Key, held: _Held, limit: asyncio.Timeout, call: Any) -> None:
         wishes = self._store.groups.wishes
         wishes.add(key)
         missing: tuple[Absentee, ...] = ()

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from queue import SimpleQueue
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ from etha.groups.schedule import (
     sums_per_host,
 )
 from etha.groups.work import GroupWork
-from etha.interruptible import acquire
+from etha.interruptible import holding, join
 from etha.native.structs import CLAIM, FLAGS_AT
 
 #: A run on the main thread comes back this often, because only there Python can act on a signal.
@@ -121,9 +122,7 @@ class EngineWork(GroupWork):
 
     def _end(self) -> None:
         """The thread that carries the call out ends it, once it touches no tensor any more."""
-        if self._gate.acquire(timeout=_SETTLE):
-            self._gate.release()
-        else:
+        if not self._gate.wait(time.monotonic() + _SETTLE):
             self.finish(self._engine.error)
 
 
@@ -179,12 +178,13 @@ class Engine:
         #: Held while the queue or the error changes.
         self._lock = threading.Lock()
         #: Held by the thread that carries out a call.
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         #: The thread that has it.
         self._carrier: int | None = None
         #: The running call has the deadline of a wait, which is earlier than its own.
         self._waits = False
-        self._wake = threading.Semaphore(0)
+        #: Not a Semaphore: an interrupt in the middle of its ``release()`` would keep its lock for ever.
+        self._wake: SimpleQueue[None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._running = -1
@@ -239,8 +239,12 @@ class Engine:
                 work.finish(self.error)
                 return work
         if call.async_op:
-            self._start_thread()
-            self._wake.release()
+            try:
+                self._start_thread()
+                self._wake.put(None)
+            except KeyboardInterrupt:
+                self.abort("interrupted by Ctrl-C")
+                raise
         return work
 
     def meet(self, deadline_ns: int) -> None:
@@ -259,8 +263,8 @@ class Engine:
 
     def settle(self) -> None:
         """After ``abort``: wait until nothing touches a tensor any more. On a thread that ends a call: at once."""
-        if self._carrier != threading.get_ident() and self._turn.acquire(timeout=_SETTLE):
-            self._turn.release()
+        if self._carrier != threading.get_ident():
+            holding(self._turn, lambda: None, time.monotonic() + _SETTLE)
         self._messages.settle(_SETTLE)
 
     def leave(self) -> None:
@@ -325,9 +329,9 @@ class Engine:
             # Its frames are those of whoever has waited: with this engine they would form a cycle, and keep tensors.
             self.error.__traceback__ = None
         if self._thread is not None:
-            self._wake.release()
+            self._wake.put(None)
             if self._thread is not threading.current_thread():
-                self._thread.join()
+                join(self._thread)
         self._messages.close()
         if self._streams is not None:
             self._streams.close()
@@ -353,7 +357,7 @@ class Engine:
 
     def _serve(self) -> None:
         while True:
-            self._wake.acquire()
+            self._wake.get()
             if self._closing:
                 return
             while self._queue:
@@ -364,17 +368,17 @@ class Engine:
     def _help(self, item: _Item, limit: timedelta | None) -> None:
         """Carry out calls on the caller's thread until ``item`` has ended."""
         until = None if limit is None else time.monotonic() + limit.total_seconds()
+        callbacks: list[Callable[[], None]] = []
+
+        def carry_out() -> None:
+            if not item.work.is_completed():
+                callbacks.append(self._carry_out_next(until))
+
         while not item.work.is_completed():
-            if not acquire(self._turn, until):
+            if not holding(self._turn, carry_out, until):
                 return
-            tell = None
-            try:
-                if not item.work.is_completed():
-                    tell = self._carry_out_next(until)
-            finally:
-                self._turn.release()
-            if tell is not None:
-                tell()
+            while callbacks:
+                callbacks.pop()()
 
     def _carry_out_next(self, until: float | None = None) -> Callable[[], None]:
         """Carry out the first call of the queue. The caller has the turn, and calls what this returns without it: the

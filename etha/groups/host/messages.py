@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from etha.errors import GroupError
 from etha.groups.calls import GroupCall, writing
 from etha.groups.schedule import Kind
 from etha.groups.work import GroupWork
+from etha.interruptible import holding, join
 from etha.native.structs import MESSAGE, MessageKind, RingLinks
 
 _DTYPE_NUMBERS = {
@@ -63,9 +65,10 @@ class Messages:
         self._engine, self._library, self._memory = engine, library, memory
         self._lock = threading.Lock()
         self._new: list[_Pending] = []
-        self._wake = threading.Semaphore(0)
+        #: Not a Semaphore: an interrupt in the middle of its ``release()`` would keep its lock for ever.
+        self._wake: SimpleQueue[None] = SimpleQueue()
         #: Held while messages are moved.
-        self._moving = threading.Lock()
+        self._moving = threading.RLock()
         self._links: RingLinks | None = None
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -80,12 +83,11 @@ class Messages:
                 self._thread.start()
             self._new.append(pending)
             self._library.kick(self._links)
-        self._wake.release()
+        self._wake.put(None)
 
     def settle(self, timeout: float) -> None:
         """After an error: wait until no message is moved any more."""
-        if self._moving.acquire(timeout=timeout):
-            self._moving.release()
+        holding(self._moving, lambda: None, time.monotonic() + timeout)
 
     def close(self) -> None:
         """End the thread. The engine has failed before, so nothing that it waits for comes any more."""
@@ -93,9 +95,9 @@ class Messages:
             self._closing = True
             thread = self._thread
         if thread is not None:
-            self._wake.release()
+            self._wake.put(None)
             if thread is not threading.current_thread():
-                thread.join()
+                join(thread)
 
     def _serve(self) -> None:
         links = self._links
@@ -103,7 +105,7 @@ class Messages:
         running: list[_Pending] = []
         while True:
             if not running:
-                self._wake.acquire()
+                self._wake.get()
             with self._lock:
                 running += self._new
                 self._new.clear()
