@@ -75,7 +75,10 @@ class LoopThread:
             self._begin(running)
             running.wait()
         except BaseException:
-            running.cancel()
+            try:
+                running.cancel()
+            except KeyboardInterrupt:  # a second one, before the first has had its effect
+                running.cancel()
             running.wait()
             raise
         result: T = running.result()
@@ -153,7 +156,7 @@ class _Running:
         self._ended = Latch()
         self._work, self._loop_thread = work, loop_thread
         self._task: asyncio.Task[Any] | None = None
-        self._abandoned = False
+        self._abandoned = self._cancelled = False
 
     def cancel(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, and the work with it
@@ -185,7 +188,8 @@ class _Running:
 
     def _cancel(self) -> None:
         self.begin()  # an interrupt may come before ``begin`` has run
-        if self._task is not None:
+        if self._task is not None and not self._cancelled:
+            self._cancelled = True
             self._task.cancel()
 
     def _end(self, _: object) -> None:

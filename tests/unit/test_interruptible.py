@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dis
 import itertools
 import math
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import ClassVar
 
 import pytest
 
 from etha import interruptible
 from etha.interruptible import Latch, holding, readable, settled, wait
+from tests.interrupts import InterruptAt
 
 FAR = 3600.0
 
@@ -130,39 +127,6 @@ def test_what_is_there_is_found(on_main: bool) -> None:
     assert found == [True] * 7
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt in this module's code at the n-th place where the interpreter looks for signals."""
-
-    CHECKS: ClassVar[set[str]] = {"CALL", "JUMP_BACKWARD", "RESUME"}
-
-    def __init__(self, number: int) -> None:
-        self.left, self._last = number, ""
-
-    def __call__(self, frame: FrameType, event: str, _: object) -> InterruptAt | None:
-        if frame.f_code.co_filename != interruptible.__file__:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            before, self._last = self._last, dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if before in self.CHECKS:
-                self.left -= 1
-                if self.left == 0:
-                    raise KeyboardInterrupt
-        return self
-
-    def run(self, work: Callable[[], object]) -> bool:
-        """Whether ``work`` was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            work()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
 def elsewhere(work: Callable[[], bool]) -> bool:
     found: list[bool] = []
     thread = threading.Thread(target=lambda: found.append(work()))
@@ -174,7 +138,7 @@ def elsewhere(work: Callable[[], bool]) -> bool:
 def test_an_interrupt_at_any_place_gives_the_lock_back() -> None:
     lock = threading.RLock()
     for number in itertools.count(1):
-        if not InterruptAt(number).run(lambda: holding(lock, lambda: None)):
+        if not InterruptAt(number, interruptible).run(lambda: holding(lock, lambda: None)):
             break
         assert elsewhere(lambda: holding(lock, lambda: None, 0.0)), f"place {number}"
     assert number > 5, "places were found"
@@ -184,7 +148,7 @@ def test_an_interrupt_at_any_place_leaves_an_open_latch_open() -> None:
     for number in itertools.count(1):
         latch = Latch()
         latch.open()
-        if not InterruptAt(number).run(latch.wait):
+        if not InterruptAt(number, interruptible).run(latch.wait):
             break
         assert elsewhere(lambda: latch.wait(0.0)), f"place {number}"  # noqa: B023 - it is called at once
         assert latch.wait(0.0)
@@ -196,7 +160,7 @@ def test_an_interrupt_at_any_place_of_the_one_that_opens_it_leaves_a_latch_open(
         latch, found = Latch(), list[bool]()
         waiting = threading.Thread(target=lambda: found.append(latch.wait(time.monotonic() + 60)))  # noqa: B023
         waiting.start()
-        interrupted = InterruptAt(number).run(latch.open)
+        interrupted = InterruptAt(number, interruptible).run(latch.open)
         if not latch.is_open:  # whoever opens it does so again
             latch.open()
         waiting.join()
