@@ -59,7 +59,8 @@ def join(thread: threading.Thread) -> None:
 class Latch:
     """Opens once, and lets everybody through from then on. A lock costs a third of an Event.
 
-    An interrupt at any moment leaves nobody waiting: an open latch is not locked for long.
+    An interrupt at any moment leaves nobody waiting: an open latch is not locked for long. An Event that is interrupted
+    in ``wait`` may keep its lock, and then blocks whoever sets it.
     """
 
     def __init__(self) -> None:
@@ -88,16 +89,6 @@ class Latch:
         finally:
             if self.is_open:
                 self.open()
-
-
-def wait(event: threading.Event, until: float) -> bool:
-    """Whether ``event`` is set at ``until``."""
-    if threading.get_ident() != _MAIN:
-        return event.wait(max(0.0, until - time.monotonic()))
-    while not event.wait(_slice(until)):
-        if _over(until):
-            return False
-    return True
 
 
 def settled(future: concurrent.futures.Future[Any], until: float | None = None) -> bool:

@@ -56,7 +56,7 @@ from etha.groups.inprocess.formation import AGAIN
 from etha.groups.schedule import POINT_TO_POINT
 from etha.groups.store_client import ended_by
 from etha.groups.work import GroupWork
-from etha.interruptible import readable, wait
+from etha.interruptible import Latch, readable
 from etha.memory.process import Beacon, start_time
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class ChildLink:
         self._trainer = os.getpid()
         self._lock = threading.Lock()
         self._dead = threading.Event()
-        self._formed = threading.Event()
+        self._formed = Latch()
         self._pending: dict[int, BabyWork] = {}
         self._number = 0
         self._until = math.inf
@@ -175,7 +175,7 @@ class ChildLink:
         try:
             self._fork(until)
             self._ask_to_configure(until)
-            if not wait(self._formed, until + _GRACE):
+            if not self._formed.wait(until + _GRACE):
                 self.fail(GroupTimeoutError(f"configure timed out after {seconds:g} seconds"))
         except KeyboardInterrupt:
             self.fail(GroupAbortedError("configure was interrupted"))
@@ -430,7 +430,7 @@ class ChildLink:
                 log.warning("a child may not reach this process's memory; tensors are copied through mapped memory")
             with self._lock:
                 self._until = min((work.deadline for work in self._pending.values()), default=math.inf)
-            self._formed.set()
+            self._formed.open()
             return
         error = from_wire(message.error)
         if isinstance(error, GroupTimeoutError):
@@ -456,7 +456,7 @@ class ChildLink:
         now = time.monotonic()
         if now < self._until + _GRACE:
             return
-        if not self._formed.is_set():
+        if not self._formed.is_open:
             self._until = math.inf  # start() says so
             return
         with self._lock:
@@ -482,7 +482,7 @@ class ChildLink:
         self._dead.set()  # from here on the thread may close the descriptors
         for work in works:
             work.finish(error)
-        self._formed.set()
+        self._formed.open()
 
     def _kill(self) -> None:
         with self._lock:

@@ -94,8 +94,8 @@ class Nursery:
                 self._wait_for_answer(min(until, time.monotonic() + _ANSWER))
                 reply: NurseryReply = only(receive(self.ours), NurseryReply)
                 return reply
-            except OSError:
-                # A late answer must not be taken for that of the next question.
+            except BaseException:
+                # An answer that comes late, or after Ctrl-C, must not be taken for that of the next question.
                 self.lost = True
                 raise
 

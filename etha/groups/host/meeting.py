@@ -48,7 +48,7 @@ from etha.errors import (
 from etha.groups.host import endpoints
 from etha.groups.host.windows import BlockLayout, SharedBlock, new_block
 from etha.groups.store_client import ended_by
-from etha.interruptible import wait
+from etha.interruptible import Latch
 from etha.memory.pages import is_sealed
 
 _HELLO_BYTES = 256
@@ -230,7 +230,7 @@ def ask_store(
     """
     answer: list[Any] = []
     failure: list[BaseException] = []
-    done = threading.Event()
+    done = Latch()
     end = end or MeetingEnd()
 
     def run() -> None:
@@ -240,13 +240,13 @@ def ask_store(
             failure.append(error)
         finally:
             _asking.pop(thread, None)
-            done.set()
+            done.open()
 
     thread = threading.Thread(target=run, name="etha-group-store", daemon=True)
     _asking[thread] = end
     thread.start()
-    with end.waking(done.set):
-        in_time = wait(done, time.monotonic() + deadline.left + 0.5)
+    with end.waking(done.open):
+        in_time = done.wait(time.monotonic() + deadline.left + 0.5)
     if not in_time:
         raise GroupTimeoutError(
             f"the store{place} did not answer within {deadline.seconds:g} s: its process may have ended, or be stopped",

@@ -35,7 +35,7 @@ from etha.groups.calls import GroupCall
 from etha.groups.schedule import POINT_TO_POINT, Kind
 from etha.groups.store_client import create_store_client, ended_by
 from etha.groups.work import GroupWork
-from etha.interruptible import wait
+from etha.interruptible import Latch
 
 #: Seconds that a forming may take beyond its timeout to say who is missing, and an idle thread to end.
 _GRACE = 0.25
@@ -88,7 +88,7 @@ class Formation:
         self._channels: dict[tuple[Kind, int, int], deque[FormationWork]] = {}
         self._threads = 0
         self._carrier: Carrier | None = None
-        self._formed = threading.Event()
+        self._formed = Latch()
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -96,7 +96,7 @@ class Formation:
         self._threads = 1
         threading.Thread(target=self._main, name="etha-group", daemon=True).start()
         try:
-            in_time = wait(self._formed, time.monotonic() + self.timeout.total_seconds() + _GRACE)
+            in_time = self._formed.wait(time.monotonic() + self.timeout.total_seconds() + _GRACE)
         except KeyboardInterrupt:
             self.fail(GroupAbortedError("configure was interrupted"))
             raise
@@ -133,7 +133,7 @@ class Formation:
                 Formation.abandoned.add(self)
         for work in works:
             work.finish(error)
-        self._formed.set()
+        self._formed.open()
 
     def settle(self) -> None:
         """Wait a moment for the end of the threads of a formation that has failed."""
@@ -175,7 +175,7 @@ class Formation:
         except Exception as error:
             late = time.monotonic() >= until or "imeout" in str(error) or "imed out" in str(error)
             self.fail(self._late(self._missing(store)) if late else self._translated(error, "configure"))
-        self._formed.set()
+        self._formed.open()
 
     def _check_end(self) -> None:
         if self.error is not None:

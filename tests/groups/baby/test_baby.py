@@ -512,3 +512,29 @@ def counts() -> tuple[int, int, int, int]:
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     memfds = sum("memfd:" in line for line in fds)
     return len(fds), threading.active_count(), memfds, len(children)
+
+
+def test_the_answer_to_a_question_that_was_interrupted_is_not_taken_for_the_next_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A nursery is asked for a child, and Ctrl-C comes before it has answered."""
+    group = ProcessGroupBabyGloo(timeout=60)
+    group.configure(HashStore(), "r", 0, 1)
+    wait = nursery.Nursery._wait_for_answer
+    interrupted: list[int] = []
+
+    def wait_and_be_interrupted(self: nursery.Nursery, until: float) -> None:
+        wait(self, until)
+        if not interrupted:
+            interrupted.append(self.pid)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nursery.Nursery, "_wait_for_answer", wait_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.configure(HashStore(), "r", 0, 1)
+    for _ in range(2):
+        group.configure(HashStore(), "r", 0, 1)
+        group.barrier().wait()
+        parent = int(Path(f"/proc/{group.child_pid()}/stat").read_text().rpartition(")")[2].split()[1])
+        assert parent != interrupted[0], "a child of a nursery that may still answer"
+    group.shutdown()
