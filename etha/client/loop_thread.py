@@ -25,7 +25,6 @@ from etha.client.future import TransferFuture
 from etha.client.results import OnCommit, TransferResult
 from etha.client.tasks import contain, error_of
 from etha.errors import AgentLostError
-from etha.interruptible import Latch
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +32,8 @@ T = TypeVar("T")
 
 #: Seconds that the end of the program waits for the thread, because a callback may block it.
 _EXIT = 1.0
+#: Seconds after which a blocking call notices a signal at the latest.
+_SLICE = 0.1
 
 
 class LoopThread:
@@ -153,17 +154,22 @@ class _Running:
     """A coroutine on the loop of another thread, whose real end can be waited for."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], loop_thread: LoopThread) -> None:
-        self._ended = Latch()
+        # A bare lock that is held until the end, because waking from an Event costs as much as a small transfer.
+        self._ended = threading.Lock()
+        self._ended.acquire()
         self._work, self._loop_thread = work, loop_thread
         self._task: asyncio.Task[Any] | None = None
-        self._abandoned = self._cancelled = False
+        self._abandoned = self._cancelled = self._over = False
 
     def cancel(self) -> None:
         with suppress(RuntimeError):  # the loop has ended, and the work with it
             self._loop_thread._loop.call_soon_threadsafe(self._cancel)
 
     def wait(self) -> None:
-        self._ended.wait()
+        # A signal that comes right before the wait, or to another thread, ends it after a slice. After an interrupt at
+        # any place another wait is possible, because the lock is looked at only until ``_over`` is set.
+        while not self._over and not self._ended.acquire(timeout=_SLICE):
+            pass
 
     def begin(self) -> None:
         if self._task is None and not self._abandoned:
@@ -197,7 +203,9 @@ class _Running:
         self._loop_thread.end(self)
 
     def _release(self) -> None:
-        self._ended.open()
+        self._over = True
+        with suppress(RuntimeError):  # it was released before
+            self._ended.release()
 
 
 class _Submitted:
