@@ -40,6 +40,12 @@ class StepLog:
     total: float
     weights: float
 
+    @classmethod
+    def of(cls, quorum: Any, committed: bool, *, total: float, weights: float) -> StepLog:
+        """A step that has just ended."""
+        place = {"epoch": quorum.epoch, "step": quorum.step, "rank": quorum.rank, "size": quorum.size}
+        return cls(at=time.monotonic(), committed=committed, total=total, weights=weights, **place)
+
 
 @dataclass(slots=True, kw_only=True)
 class Trainer:
@@ -80,17 +86,7 @@ def train(trainer: Trainer) -> None:
         committed = members.commit(not fails)
         if committed:
             weights = after
-        log = StepLog(
-            at=time.monotonic(),
-            epoch=quorum.epoch,
-            step=quorum.step,
-            rank=quorum.rank,
-            size=quorum.size,
-            committed=committed,
-            total=float(gradient[0]),
-            weights=float(weights[0]),
-        )
-        trainer.pipe.send(log)
+        trainer.pipe.send(StepLog.of(quorum, committed, total=float(gradient[0]), weights=float(weights[0])))
         if committed and quorum.step == breaks_at and trainer.rank == 0:
             members._across.abort()  # type: ignore[attr-defined]  # as if this rank alone had noticed a death
     members.leave()
@@ -149,17 +145,9 @@ def learn(trainer: Trainer) -> None:
         moments = [value.double().sum() for state in optimizer.state.values() for value in state.values()]
         values = [value.double().sum() for value in model.state_dict().values()]
         assert not committed or seen == list(range(len(seen))), "a newcomer has not the data position of the others"
-        log = StepLog(
-            at=time.monotonic(),
-            epoch=quorum.epoch,
-            step=quorum.step,
-            rank=quorum.rank,
-            size=quorum.size,
-            committed=committed,
-            total=float(quorum.recovered),
-            weights=float(sum(values + moments)),
+        trainer.pipe.send(
+            StepLog.of(quorum, committed, total=float(quorum.recovered), weights=float(sum(values + moments)))
         )
-        trainer.pipe.send(log)
     members.leave()
 
 
@@ -189,17 +177,14 @@ def train_torchs_ddp(trainer: Trainer) -> None:
         committed = members.commit()
         if committed:
             optimizer.step()
-        log = StepLog(
-            at=time.monotonic(),
-            epoch=quorum.epoch,
-            step=quorum.step,
-            rank=quorum.rank,
-            size=quorum.size,
-            committed=committed,
-            total=0.0,
-            weights=float(sum(parameter.double().sum() for parameter in model.parameters())),
+        trainer.pipe.send(
+            StepLog.of(
+                quorum,
+                committed,
+                total=0.0,
+                weights=float(sum(parameter.double().sum() for parameter in model.parameters())),
+            )
         )
-        trainer.pipe.send(log)
     members.leave()
 
 

@@ -78,6 +78,15 @@ def test_a_signal_that_another_thread_got_ends_the_wait(name: str, limited: bool
         WAITS[name](time.monotonic() + FAR if limited else None)
 
 
+def run_on(main: bool, work: Callable[[], None]) -> None:
+    if main:
+        work()
+    else:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+
 @pytest.mark.parametrize("on_main", [False, True])
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_is_over_in_time(name: str, on_main: bool) -> None:
@@ -88,12 +97,7 @@ def test_a_wait_is_over_in_time(name: str, on_main: bool) -> None:
         found.append(WAITS[name](begun + 0.15))
         assert time.monotonic() - begun >= 0.15
 
-    if on_main:
-        run()
-    else:
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
+    run_on(on_main, run)
     assert found == [False]
 
 
@@ -114,12 +118,7 @@ def test_what_is_there_is_found(on_main: bool) -> None:
 
     with ours, theirs:
         theirs.send(b"1")
-        if on_main:
-            run()
-        else:
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
+        run_on(on_main, run)
     assert found == [True] * 6
 
 
