@@ -126,7 +126,7 @@ class GroupService:
             self._followed.add(message.group)
             self._spawn(self._follow(message.group))
         if message.wants:
-            self._spawn(self._enter(key, held, entrance, request))
+            self._open(key, held, entrance, request)
         else:
             held.entrance = entrance
             self._spawn(self._attend(held, request))
@@ -282,20 +282,25 @@ class GroupService:
             key = (held.entrance.group, held.entrance.replica, held.entrance.rank)
             self._store.groups.held[key] = (held.entrance, held.session.holder)
 
-    async def _enter(self, key: _Key, held: _Held, entrance: Entrance, request: Request) -> None:
+    def _open(self, key: _Key, held: _Held, entrance: Entrance, request: Request) -> None:
+        """Open a call at once, because the next message may be that its worker has cancelled it."""
         limit = asyncio.timeout_at(None if request.deadline == math.inf else request.deadline)
-        over = False
+        over = asyncio.Event()
 
         def end(_: object, expired: bool) -> None:
-            nonlocal over
-            over = True
+            over.set()
             if held.limit is limit:
                 held.ending = True
                 limit.reschedule(asyncio.get_running_loop().time())
 
         call = self._calls.open(held.session.peer, request, end)
+        self._spawn(self._enter(key, held, entrance, limit, call, over))
+
+    async def _enter(
+        self, key: _Key, held: _Held, entrance: Entrance, limit: asyncio.Timeout, call: Any, over: asyncio.Event
+    ) -> None:
         async with held.turn:  # a call that was interrupted may be taking its wish back
-            if over or held.lost:
+            if over.is_set() or held.lost:
                 self._calls.fail(call, GroupTimeoutError(f"group {key[0]}: the call ended before it had asked Redis"))
                 return
             held.entrance, held.limit, held.ending = entrance, limit, False
