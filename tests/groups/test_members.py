@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import signal
@@ -14,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from etha.bus.messages import EnterGroup
+from etha.errors import GroupTimeoutError
+from etha.groups.members import Members
 from tests.flow.sites import private_directory, started_in
 from tests.groups.replicas import Replicas, StepLog, come_twice, learn, never_commit, replicas, train_torchs_ddp
 from tests.seconds import within
@@ -290,3 +295,37 @@ def test_torchs_ddp_trains_where_all_begin_together(job: Replicas) -> None:
     for each in (one, two):
         each.until(lambda log: log.committed and log.step >= 3)
     job.end(one, two)
+
+
+def test_a_call_that_was_cancelled_at_any_moment_does_not_keep_the_next_one_out(
+    job: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two quick Ctrl-C do. The second one does not wait until the agent has taken the wish back."""
+    for name, value in job.env.items():
+        monkeypatch.setenv(name, value)
+    with Members("dp", replica="a", min_replicas=2, timeout=20) as members:
+        link = members._link
+
+        def question(patience: float) -> Any:
+            asked = EnterGroup(
+                group="dp", replica="a", rank=0, world=1, wants=True, launch=None, epoch=0, last=0, step=0, committed=0,
+                least=2, patience=20.0, grace=3.0, asked=str(next(numbers)),
+            )  # fmt: skip
+            return asyncio.ensure_future(link.ask(asked, patience))
+
+        async def ask_and_cancel() -> None:
+            for turn in range(30):
+                asked = question(30.0)
+                await asyncio.sleep(0.01 * (turn % 3))
+                asked.cancel()
+                await asyncio.sleep(0)
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+            with pytest.raises(GroupTimeoutError):
+                await question(0.5)
+
+        numbers = itertools.count()
+        with pytest.raises(GroupTimeoutError):
+            members.begin(timeout=5.0)  # its agent is there now
+        link.loop_thread.call(ask_and_cancel())
