@@ -141,7 +141,7 @@ class Go(StrictStruct, frozen=True, kw_only=True):
 
     ``snapshot``: read the snapshots that the source ranks have taken instead of their tensors. ``attempts`` names the
     READYs that it consumes, (agent, side, attempt) each, so that the other direction's coordinator can forget exactly
-    these. ``booking``: seconds that it took to book.
+    these; to agents that coordinate nothing it is empty. ``booking``: seconds that it took to book.
     """
 
     seq: int

@@ -9,11 +9,12 @@ and gets the same messages. A batch on one agent books nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -44,41 +45,180 @@ from etha.peer.messages import (
 )
 
 Key = tuple[str, str]  # (agent, side)
+T = TypeVar("T")
 
 #: Nanoseconds within which ranks of one side whose calls end count as having given up together: they call at about the
 #: same time, with the same timeout.
 TOGETHER = 1_000_000_000
 
 
-def conflict(name: str, source: str, wanted: Collection[Key], ready: Mapping[Key, Ready]) -> EthaError | None:
-    """What is wrong with ``ready`` in the direction from ``source``, for which all ``wanted`` must come; None if
-    nothing."""
-    if set(wanted) <= ready.keys() and all(m.verb == "send" for m in ready.values()):
-        a, b = sorted({side for _, side in wanted})
-        return TransferError(
-            f"{name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
-            outcome="withdrawn",
+class Readiness:
+    """READY of each agent and side, in the order in which they came, for the direction from ``source`` to ``target``.
+
+    ``agents``: side -> agent of each rank. Only READYs of these agents and sides are kept. Every READY changes a few
+    counts, so what is asked after each of them costs as much with a thousand agents as with two. All of them are looked
+    at only once a transfer, and for what an error tells.
+    """
+
+    def __init__(self, name: str, source: str, target: str, agents: Mapping[str, tuple[str, ...]]) -> None:
+        self.name, self.source, self.target, self.agents = name, source, target, agents
+        self.wanted = frozenset((agent, side) for side in (source, target) for agent in agents[side])
+        self._of_source = len(set(agents[source]))
+        self._all: dict[Key, Ready] = {}
+        #: Those that fit the direction: sends of the source, receives of the target.
+        self._sends: dict[Key, Ready] = {}
+        self._receives: dict[Key, Ready] = {}
+        #: How many say what. A number of zero is not kept.
+        self._verbs: Counter[str] = Counter()
+        self._editions: Counter[str] = Counter()
+        self._versions: Counter[Version] = Counter()
+        self._expected: Counter[int | None] = Counter()
+        self._digests: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[tuple[Key, Ready]]:
+        return iter(self._all.items())
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._all
+
+    def get(self, key: Key) -> Ready | None:
+        """What an agent says of a side; None if it has said nothing, or has taken it back."""
+        return self._all.get(key)
+
+    def add(self, agent: str, message: Ready) -> None:
+        """An agent says READY, instead of what it said of this side before."""
+        key = (agent, message.side)
+        self.remove(key)
+        self._all[key] = message
+        self._count(key, message, 1)
+
+    def remove(self, key: Key) -> None:
+        """An agent's READY of a side is taken back or used up. Does nothing if there is none."""
+        message = self._all.pop(key, None)
+        if message is not None:
+            self._count(key, message, -1)
+
+    def remove_agent(self, agent: str) -> None:
+        """An agent is lost."""
+        for side in (self.source, self.target):
+            self.remove((agent, side))
+
+    def clear(self) -> None:
+        """All READYs are used up."""
+        for counted in (self._all, self._sends, self._receives):
+            counted.clear()
+        for counts in (self._verbs, self._editions, self._versions, self._expected, self._digests):
+            counts.clear()
+
+    def without_booking(self, agent: str, number: int) -> bool:
+        """Give back what an agent booked as ``number`` when it said READY. Returns whether it had."""
+        for side in (self.source, self.target):
+            found = self._all.get((agent, side))
+            if found is not None and found.lane and found.held_number == number:
+                self._all[agent, side] = msgspec.structs.replace(found, lane=False)
+                return True
+        return False
+
+    def without_bookings(self) -> None:
+        """Give back what was booked with any READY."""
+        self._all = {key: msgspec.structs.replace(message, lane=False) for key, message in self._all.items()}
+
+    @property
+    def complete(self) -> bool:
+        """Whether everybody is ready for this direction, with what fits together."""
+        if len(self._sends) + len(self._receives) < len(self.wanted) or not self.offered:
+            return False
+        expected = self.expected
+        return expected is None or (self._versions.keys() == {expected} and self._expected.keys() == {expected})
+
+    @property
+    def offered(self) -> bool:
+        """Whether all of the source wait to send, their tensors or the newest snapshot."""
+        return len(self._sends) == self._of_source and len(self._editions) == 1
+
+    @property
+    def edition(self) -> str:
+        """The edition of the snapshot that was offered last; "" if tensors are sent."""
+        return next(reversed(self._sends.values())).edition if self._sends else ""
+
+    @property
+    def expected(self) -> int | None:
+        """The newest version that a receiving rank expects; None if all take whatever is sent."""
+        return max((each for each in self._expected if each is not None), default=None)
+
+    def label(self) -> Version:
+        """The version under which it is sent: that of the first agent, by name, which gives one."""
+        found = [(key, m.version) for key, m in self._all.items() if m.verb == "send" and m.version is not None]
+        return min(found, key=lambda each: each[0])[1] if found else None
+
+    def missing(self) -> tuple[tuple[str, int], ...]:
+        """Ranks whose agent has not said READY with the verb that this direction needs, or only with an older
+        snapshot, or with another version than is expected: a send that is left over from an earlier claim ends soon."""
+        verb = {self.source: "send", self.target: "recv"}
+        newest, expected = self.edition, self.expected
+        return tuple(
+            (side, rank)
+            for side in (self.source, self.target)
+            for rank, agent in enumerate(self.agents[side])
+            if (found := self._all.get((agent, side))) is None
+            or found.verb != verb[side]
+            or (found.verb == "send" and found.edition != newest)
+            or (expected is not None and expected != (found.version if found.verb == "send" else found.expects))
         )
-    # Only of this direction, because READYs of the other one may belong to a transfer whose GO has not arrived here.
-    sends = [m for (_, side), m in ready.items() if side == source and m.verb == "send"]
-    editions = {m.edition for m in sends}
-    if "" in editions and len(editions) > 1:
-        return TransferError(
-            f"{name}: some ranks of {source} send a snapshot, others what their tensors hold; "
-            f"give the same snapshot= on every rank",
-            outcome="withdrawn",
-        )
-    labels = {str(m.version) for m in sends if m.version is not None}
-    if len(labels) > 1 and len(editions) <= 1:  # with snapshots, a rank may be one ahead
-        return TransferError(
-            f"{name}: the ranks of {source} send under different versions, {', '.join(sorted(labels))}; "
-            f"give the same version on every rank, or on one only",
-            outcome="withdrawn",
-        )
-    digests = {m.digest for (_, side), m in ready.items() if m.verb == ("send" if side == source else "recv")}
-    if len(digests) > 1:
-        return ProtocolError(f"{name}: the agents hold different plans ({', '.join(sorted(digests))})")
-    return None
+
+    def conflict(self) -> EthaError | None:
+        """Why these calls can never meet; None if they can, or if one more READY decides."""
+        if len(self._all) == len(self.wanted) == self._verbs["send"]:
+            a, b = sorted({side for _, side in self.wanted})
+            return TransferError(
+                f"{self.name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
+                outcome="withdrawn",
+            )
+        # Only of this direction, because READYs of the other one may belong to a transfer whose GO has not come yet.
+        if len(self._editions) > 1 and "" in self._editions:
+            return TransferError(
+                f"{self.name}: some ranks of {self.source} send a snapshot, others what their tensors hold; "
+                f"give the same snapshot= on every rank",
+                outcome="withdrawn",
+            )
+        if len(self._versions) > 1 and len(self._editions) <= 1:  # with snapshots, a rank may be one ahead
+            labels = {str(version) for version in self._versions if version is not None}
+            if len(labels) > 1:
+                return TransferError(
+                    f"{self.name}: the ranks of {self.source} send under different versions, "
+                    f"{', '.join(sorted(labels))}; give the same version on every rank, or on one only",
+                    outcome="withdrawn",
+                )
+        if len(self._digests) > 1:
+            held = ", ".join(sorted(self._digests))
+            return ProtocolError(f"{self.name}: the agents hold different plans ({held})")
+        return None
+
+    def _count(self, key: Key, message: Ready, change: int) -> None:
+        """Add what a READY says to the counts, or take it away."""
+        _add(self._verbs, message.verb, change)
+        fitting = (self._sends if message.verb == "send" else self._receives) if self._fits(message) else None
+        if fitting is None:
+            return
+        if change > 0:
+            fitting[key] = message
+        else:
+            del fitting[key]
+        _add(self._digests, message.digest, change)
+        if message.verb == "send":
+            _add(self._editions, message.edition, change)
+            _add(self._versions, message.version, change)
+        else:
+            _add(self._expected, message.expects, change)
+
+    def _fits(self, message: Ready) -> bool:
+        return message.side == (self.source if message.verb == "send" else self.target)
+
+
+def _add(counts: Counter[T], what: T, change: int) -> None:
+    counts[what] += change
+    if not counts[what]:
+        del counts[what]
 
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
@@ -103,7 +243,7 @@ class BookingRound:
     @property
     def complete(self) -> bool:
         """Whether every agent that was asked has granted its booking."""
-        return bool(self._numbers) and self._booked == self._numbers.keys()
+        return bool(self._numbers) and len(self._booked) == len(self._numbers)  # only who was asked is in it
 
     def ask(
         self, agents: Iterable[str], ticket: Ticket, held: Mapping[str, int] = _NOBODY
@@ -197,11 +337,12 @@ class Coordinator(Machine[Phase]):
         self.batch, self.source, self.target, self.agents = name, source, target, agents
         self.seq, self.now = seq, now
         self.me = agents[source][0]
-        self.wanted = {(agent, side) for side in (source, target) for agent in agents[side]}
-        self.peers = tuple(sorted({agent for agent, _ in self.wanted}))
-        self.ready: dict[tuple[str, str], Ready] = {}
+        self.peers = tuple(sorted({agent for side in (source, target) for agent in agents[side]}))
+        self.ready = Readiness(name, source, target, agents)
         self.reservation = BookingRound(source)
         self.votes: set[str] = set()
+        #: Of whom it is not known yet whether they have taken the COMMIT.
+        self._awaited: set[str] = set()
         self.declined: dict[str, EthaError] = {}
         self.lost_agents: set[str] = set()
         self.offered = False
@@ -231,37 +372,26 @@ class Coordinator(Machine[Phase]):
                 return self._abort(cause)
             case Committed(seq=seq) if self._current(seq, Phase.COMMITTING):
                 self.votes.add(agent)
-                return self._settle()
+                return self._settle(agent)
             case Declined(seq=seq, cause=cause) if self._current(seq, Phase.COMMITTING):
                 self.declined.setdefault(agent, cause)
-                return self._settle()
+                return self._settle(agent)
         return []  # of a transfer that is over, whose end the sender knows already
 
     def on_agent_lost(self, agent: str) -> Outbox:
         """An agent's link closed: a moving transfer is aborted, a decided one goes on without it, and none begins."""
         self.lost_agents.add(agent)
-        self.ready = {key: value for key, value in self.ready.items() if key[0] != agent}
+        self.ready.remove_agent(agent)
         match self.state:
             case Phase.MOVING:
                 return self._abort(self._agent_lost_error({agent}))
             case Phase.COMMITTING:
-                return self._settle()
+                return self._settle(agent)
         return [*self._collect(), *self._offer()]
 
     def missing(self) -> tuple[tuple[str, int], ...]:
-        """Ranks whose agent has not said READY with the verb that this direction needs, or only with an older
-        snapshot, or with another version than is expected: a send that is left over from an earlier claim ends soon."""
-        verb = {self.source: "send", self.target: "recv"}
-        newest, expected = self._edition(), self._expected()
-        return tuple(
-            (side, rank)
-            for side in (self.source, self.target)
-            for rank, agent in enumerate(self.agents[side])
-            if (found := self.ready.get((agent, side))) is None
-            or found.verb != verb[side]
-            or (found.verb == "send" and found.edition != newest)
-            or (expected is not None and expected != (found.version if found.verb == "send" else found.expects))
-        )
+        """Ranks whose agent has not said READY with what this direction needs."""
+        return self.ready.missing()
 
     def not_ready(self, side: str, agent: str) -> tuple[tuple[str, int], ...]:
         """``missing`` for calls of ``agent``'s ranks of ``side`` that end now. The others of this side that have waited
@@ -276,8 +406,8 @@ class Coordinator(Machine[Phase]):
         for agent, side, attempt in go.attempts:
             found = self.ready.get((agent, side))
             if found is not None and found.attempt <= attempt:
-                del self.ready[agent, side]
-        return self._collect() if self.missing() else []
+                self.ready.remove((agent, side))
+        return [] if self.ready.complete else self._collect()
 
     def skip(self, seq: int) -> None:
         """Note that ``seq`` has been given to a transfer."""
@@ -287,14 +417,13 @@ class Coordinator(Machine[Phase]):
         return self.state is phase and seq == self.seq
 
     def _ready(self, agent: str, message: Ready) -> Outbox:
-        if (agent, message.side) not in self.wanted:
+        if (agent, message.side) not in self.ready.wanted:
             return []
-        self.ready.pop((agent, message.side), None)  # the newest comes last
-        self.ready[agent, message.side] = message
+        self.ready.add(agent, message)
         self._came[agent, message.side] = self.now()
         self._withdrew.pop((agent, message.side), None)
-        if error := conflict(self.batch, self.source, self.wanted, self.ready):
-            refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready.items()]
+        if error := self.ready.conflict():
+            refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready]
             self.ready.clear()
             return [*self._collect(), *refused, *self._offer()]
         return self._next()
@@ -305,7 +434,7 @@ class Coordinator(Machine[Phase]):
             return []  # GO or a refusal has overtaken it
         missing = self.not_ready(message.side, agent)
         self._withdrew[agent, message.side] = self.now()
-        del self.ready[agent, message.side]
+        self.ready.remove((agent, message.side))
         stood = WithdrawAcknowledged(side=message.side, attempt=message.attempt, missing=missing)
         return [*self._collect(), (agent, stood), *self._offer()]
 
@@ -314,55 +443,35 @@ class Coordinator(Machine[Phase]):
         if self.state is not Phase.BOOKING:
             return []
         self.move(Phase.COLLECTING)
-        self.ready = {key: msgspec.structs.replace(message, lane=False) for key, message in self.ready.items()}
+        self.ready.without_bookings()
         return [(agent, message) for agent, message in self.reservation.cancel() if agent not in self.lost_agents]
 
     def _give_way(self, agent: str, message: Recall) -> Outbox:
         """An agent wants back what came with its READY, because another transfer can begin before this one."""
-        for key, found in self.ready.items():
-            if key[0] == agent and found.lane and found.held_number == message.number:
-                self.ready[key] = msgspec.structs.replace(found, lane=False)
-                return [(agent, Unbook(side=self.source, number=message.number))]
+        if self.ready.without_booking(agent, message.number):
+            return [(agent, Unbook(side=self.source, number=message.number))]
         return []
-
-    def _edition(self) -> str:
-        """The edition of the snapshot that was offered last; "" if tensors are sent."""
-        sends = self._sends()
-        return sends[-1].edition if sends else ""
-
-    def _expected(self) -> int | None:
-        """The newest version that a receiving rank expects; None if all take whatever is sent."""
-        found = [m.expects for (_, side), m in self.ready.items() if side == self.target and m.verb == "recv"]
-        return max((each for each in found if each is not None), default=None)
-
-    def _sends(self) -> list[Ready]:
-        """READYs to send of the source ranks, in the order in which they came."""
-        return [m for (_, side), m in self.ready.items() if side == self.source and m.verb == "send"]
-
-    def _label(self) -> Version:
-        found = [m.version for _, m in sorted(self.ready.items()) if m.verb == "send" and m.version is not None]
-        return found[0] if found else None
 
     def _next(self) -> Outbox:
         """Begin if all are ready: book at their agents first, or begin at once if there is only one agent."""
-        if self.state is not Phase.COLLECTING or self.lost_agents or self.missing():
+        if self.state is not Phase.COLLECTING or self.lost_agents or not self.ready.complete:
             return self._offer()
         if len(self.peers) == 1:
             return self._go()
         self.move(Phase.BOOKING)
-        held = {agent: message.held_number for (agent, _), message in self.ready.items() if message.lane}
+        held = {agent: message.held_number for (agent, _), message in self.ready if message.lane}
         letters = self.reservation.ask(self.peers, (self.now(), self.me, self.batch), held)
         return self._go() if self.reservation.complete else [*self._offer(), *letters]
 
     def _go(self) -> Outbox:
         self.seq += 1
-        attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready.items()))
-        snapshot = bool(self._edition())
+        attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready))
+        snapshot = bool(self.ready.edition)
         ticket = self.reservation.ticket
         go = Go(
             seq=self.seq,
             side=self.source,
-            version=self._label(),
+            version=self.ready.label(),
             snapshot=snapshot,
             attempts=attempts,
             booking=0.0 if ticket is None else max(0, self.now() - ticket[0]) / 1e9,
@@ -372,39 +481,40 @@ class Coordinator(Machine[Phase]):
         self.declined.clear()
         self.reservation.close()
         self.move(Phase.MOVING)
-        return [*self._offer(), *((peer, go) for peer in self.peers)]
+        # Only a coordinator forgets READYs by it, and to a thousand agents a thousand attempts are a million.
+        short = msgspec.structs.replace(go, attempts=())
+        coordinators = {ranks[0] for ranks in self.agents.values()}
+        return [*self._offer(), *((peer, go if peer in coordinators else short) for peer in self.peers)]
 
     def _offer(self) -> Outbox:
         """Tell the receivers' agents when the whole source side began or ceased to wait."""
-        keys = {(agent, self.source) for agent in self.agents[self.source]}
-        newest = self._edition()
-        standing = all(
-            (found := self.ready.get(key)) is not None and found.verb == "send" and found.edition == newest
-            for key in keys
-        )
+        standing = self.ready.offered
         if standing == self.offered:
             return []
         self.offered = standing
-        offer = PeerOffer(side=self.source, standing=standing, version=self._label() if standing else None)
+        offer = PeerOffer(side=self.source, standing=standing, version=self.ready.label() if standing else None)
         return [(agent, offer) for agent in sorted(set(self.agents[self.target]) - self.lost_agents)]
 
     def _decide(self) -> Outbox:
-        if not self.votes >= set(self.peers):
+        if len(self.votes) < len(self.peers):
             return []
         self.votes.clear()
+        self._awaited = set(self.peers) - self.lost_agents
         self.move(Phase.COMMITTING)
         return [(peer, Commit(seq=self.seq)) for peer in self.peers]
 
-    def _settle(self) -> Outbox:
-        """Once every peer has acknowledged, declined or is lost, settle: one acknowledgement makes the commit valid.
+    def _settle(self, agent: str) -> Outbox:
+        """``agent`` has acknowledged, declined or is lost; once every peer has, settle: one acknowledgement makes the
+        commit valid.
 
         Survivors that lost this coordinator have aborted if none of them knew the commit. So without an acknowledgement
         a result may never be given out. And only if all have declined is it certain that none was.
         """
+        self._awaited.discard(agent)
+        if self._awaited:
+            return []
         others = {peer for peer in self.peers if peer != self.me}
         known = self.votes | self.declined.keys()
-        if not known | self.lost_agents >= set(self.peers):
-            return []
         self.move(Phase.COLLECTING)
         if not others or self.votes & others:
             return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]

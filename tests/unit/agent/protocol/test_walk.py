@@ -131,8 +131,9 @@ def answer_and_go_on_moving(self: Participant, agent: str, seq: int) -> None:
         question(self, agent, seq)
 
 
-def settle_without_an_acknowledgement(self: Coordinator) -> list[Any]:
-    if not self.votes | self.declined.keys() | self.lost_agents >= set(self.peers):
+def settle_without_an_acknowledgement(self: Coordinator, agent: str) -> list[Any]:
+    self._awaited.discard(agent)
+    if self._awaited:
         return []
     self.move(Phase.COLLECTING)
     return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
