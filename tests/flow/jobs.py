@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.flow import nursery
-from tests.processes import CONTEXT, preload
+from tests.processes import CONTEXT, preload, send_signal
 
 preload(
     "torch",
@@ -155,7 +155,7 @@ class Worker:
     def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal to this worker alone."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, how)
+            send_signal(self.pid, how)
 
     def end(self) -> None:
         """Make sure that it is gone."""

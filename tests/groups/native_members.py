@@ -28,6 +28,7 @@ from etha.native import (
     run_arguments,
 )
 from tests import processes
+from tests.processes import send_signal
 from tests.unit.native import libraries
 from tests.unit.native.pages import STRIDE, copy, post, sources, spaces, steps, wait
 
@@ -121,10 +122,10 @@ class Members:
         assert kind == "done" and process.exitcode == 0
         return value
 
-    def signal(self, rank: int, number: int) -> None:
+    def signal(self, rank: int, number: signal.Signals) -> None:
         process, _ = self.processes[rank]
         assert process.pid is not None
-        os.kill(process.pid, number)
+        send_signal(process.pid, number)
         if number == signal.SIGKILL:
             process.join(PATIENCE)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
-from tests.processes import CONTEXT, preload
+from tests.processes import CONTEXT, preload, send_signal
 
 preload("torch", "etha.groups.host.etha_group")
 
@@ -100,7 +100,7 @@ class Team:
             self.killed.add(rank)
         pid = self.processes[rank].pid
         assert pid is not None
-        os.kill(pid, number)
+        send_signal(pid, number)
 
     def results(self, timeout: float = 90.0) -> dict[int, Any]:
         """What the bodies returned, by rank."""

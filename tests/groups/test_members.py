@@ -21,6 +21,7 @@ from etha.errors import GroupTimeoutError
 from etha.groups.members import Members
 from tests.flow.sites import private_directory, started_in
 from tests.groups.replicas import Replicas, StepLog, come_twice, learn, never_commit, replicas, train_torchs_ddp
+from tests.processes import send_signal
 from tests.seconds import within
 
 pytestmark = pytest.mark.usefixtures("agents")
@@ -185,7 +186,7 @@ def test_a_stopped_member_is_left_out_and_comes_back(directory: Path) -> None:
         a, b = job.start("a"), job.start("b")
         for one in (a, b):
             one.until(sized(2))
-        os.kill(b.pid, signal.SIGSTOP)
+        send_signal(b.pid, signal.SIGSTOP)
         a.until(sized(1))
         os.kill(b.pid, signal.SIGCONT)
         both = a.until(sized(2))

@@ -27,6 +27,7 @@ from etha.doctor.machine import check_runtime_dir
 from etha.errors import ConfigError, ProtocolError, RendezvousTimeoutError
 from tests.flow.commands.running import agent, etha
 from tests.flow.sites import Site, started_in
+from tests.processes import send_signal
 
 COMMANDS = ("agent", "status", "stop", "publications", "events", "logs", "plan", "plot", "demo", "doctor")
 SECONDS = 60
@@ -421,7 +422,7 @@ def test_an_agent_with_clients_is_not_replaced_and_errors_say_so(
         with pytest.raises(ConfigError, match="agent runs with Redis the embedded server"):
             TensorBusClient(redis_url="redis://127.0.0.1:1", timeout=SECONDS).status()
         monkeypatch.setattr("etha.agent_session.HURRY", 0.3)
-        os.kill(first, signal.SIGSTOP)
+        send_signal(first, signal.SIGSTOP)
         assert here(monkeypatch, "stop", "--now") == 0
         assert not agents_in(runtime)
 

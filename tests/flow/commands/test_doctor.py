@@ -28,6 +28,7 @@ from etha.store.embedded import embedded_path, ensure_embedded, stop_embedded
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
 from tests.flow.commands.running import agent, etha
+from tests.processes import send_signal
 from tests.unit.store.server import Server, fresh_namespace, served
 
 FAR = "another-host"
@@ -88,7 +89,7 @@ def test_a_frozen_embedded_server_is_found(runtime: Path, monkeypatch: pytest.Mo
         with socket.socket(socket.AF_UNIX) as trial:
             trial.connect(str(embedded_path(settings)))
             pid = Credentials.of_socket(trial).pid
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         monkeypatch.setattr(machine, "REDIS_SECONDS", 0.5)
         with pytest.raises(Failing, match=f"process {pid}, does not answer") as failing:
             machine.check_redis(settings)

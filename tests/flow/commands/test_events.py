@@ -28,6 +28,7 @@ from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site, environment, open_site, private_directory
 from tests.flow.ways import Way
+from tests.processes import send_signal
 from tests.unit.store.server import served
 
 SECONDS = 60.0
@@ -201,7 +202,7 @@ async def test_a_receiver_that_is_stuck_is_named(guests: Job, site: Site, pair: 
         handle = await sides.clients["inference", 0].register_tensors("b", {"w": torch.zeros(64)}, pair_name=pair)
         await asyncio.to_thread(worker.expect, "registered")
         assert worker.pid is not None
-        os.kill(worker.pid, signal.SIGSTOP)
+        send_signal(worker.pid, signal.SIGSTOP)
         try:
             with pytest.raises(EthaError):
                 await handle.transfer("recv", timeout=0.3)

@@ -17,6 +17,7 @@ from etha.bus.process import is_stopped
 from etha.config import Settings
 from tests.flow.commands.running import agent
 from tests.flow.commands.test_cli import here
+from tests.processes import send_signal
 
 STOP = [sys.executable, "-c", "import sys; from etha.cli import main; sys.argv = ['etha', 'stop']; main()"]
 
@@ -25,7 +26,7 @@ STOP = [sys.executable, "-c", "import sys; from etha.cli import main; sys.argv =
 def frozen() -> Iterator[int]:
     """An agent that is stopped; it goes on afterwards."""
     with agent() as pid:
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         while not is_stopped(pid):
             os.sched_yield()
         try:

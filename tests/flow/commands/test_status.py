@@ -18,6 +18,7 @@ from etha.store.registry import Store
 from tests.flow.commands.sending import here, meet, sent
 from tests.flow.sites import Site, environment
 from tests.flow.ways import Way
+from tests.processes import send_signal
 
 SECONDS = 60
 both = pytest.mark.ways(Way.LOCAL, Way.TCP)
@@ -177,7 +178,7 @@ async def test_status_says_why_a_link_is_lost(rough: Site, pair: str) -> None:
     async with rough.client("trainer", 0, timeout=SECONDS) as one, rough.client("inference", 0, timeout=SECONDS) as two:
         await asyncio.gather(meet(one, pair, "trainer", "inference"), meet(two, pair, "inference", "trainer"))
         far = (await two.status())["agent"]["pid"]
-        os.kill(far, signal.SIGSTOP)
+        send_signal(far, signal.SIGSTOP)
         try:
             with pytest.raises(PeerLostError):
                 await one.register_tensors("b", {}, pair_name=pair)

@@ -24,6 +24,7 @@ from tests.flow.commands.test_cli import fresh_agent
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
 from tests.flow.ways import Way
+from tests.processes import send_signal
 
 NOTE = re.compile(r"log of the agent: (\S+)(?: on (\S+))?")
 
@@ -74,7 +75,7 @@ async def test_an_agent_that_hangs_is_named_with_its_log(rough: Site, pair: str)
         await sides.meet(device_mesh=(1,), placements=[Replicate()])
         client = sides.clients["trainer", 0]
         pid = (await client.status())["agent"]["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             with pytest.raises(AgentLostError, match="is it stopped") as hangs:
                 await client.status(timeout=0.1)

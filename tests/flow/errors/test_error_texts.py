@@ -23,6 +23,7 @@ from etha.memory.revocation import SLOTS, RevocationPage
 from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Sides
 from tests.flow.sites import Site
+from tests.processes import send_signal
 
 ROWS = 1 << 13
 
@@ -46,7 +47,7 @@ async def test_nothing_writes_any_more_once_a_killed_agent_has_ended(rough: Site
         page = handles["inference", 0]._registration.connection.page
 
         def kill_inside(done: int, total: int) -> None:
-            os.kill(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
             if is_inside(page):
                 os.kill(pid, signal.SIGKILL)
             else:

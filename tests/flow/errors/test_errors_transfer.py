@@ -27,6 +27,7 @@ from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site
 from tests.flow.ways import Way
+from tests.processes import send_signal
 
 BIG = 1 << 24
 
@@ -299,7 +300,7 @@ async def test_a_frozen_agent_says_unknown_and_whether_it_may_still_write(rough:
         await sides.move(handles)
         client = sides.clients["inference", 0]
         pid = (await client.status())["agent"]["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             began = time.monotonic()
             with pytest.raises(TransferTimeoutError, match="did not answer by the deadline") as caught:

@@ -16,6 +16,7 @@ from etha.errors import AgentUnavailableError
 from etha.peer.keys import Keys
 from etha.peer.messages import Commit, Done
 from tests.flow.jobs import CONTEXT
+from tests.processes import send_signal
 from tests.unit.peer.agents import BEAT, SCOPE, Agent, Namespace, Remote, agent
 
 
@@ -62,7 +63,7 @@ async def test_a_killed_agent_is_gone_at_once(namespace: Namespace) -> None:
 async def test_a_stopped_agent_is_gone_after_three_missed_beats_and_learns_of_it(namespace: Namespace) -> None:
     async with agent("a", namespace) as a, remote("b", a) as b:
         await link(a, b)
-        os.kill(b.pid, signal.SIGSTOP)
+        send_signal(b.pid, signal.SIGSTOP)
         started = time.monotonic()
         ((kind, who, text),) = (await a.heard(2))[1:]
         assert (kind, who) == ("gone", "b") and "missed 3 beats" in text
@@ -76,7 +77,7 @@ async def test_a_stopped_agent_is_gone_after_three_missed_beats_and_learns_of_it
 
 async def test_a_stopped_agent_cannot_be_opened(namespace: Namespace) -> None:
     async with agent("a", namespace) as a, remote("b", a) as b:
-        os.kill(b.pid, signal.SIGSTOP)
+        send_signal(b.pid, signal.SIGSTOP)
         with pytest.raises(AgentUnavailableError, match=r"did not answer within 0\.3 s"):
             await a.hub.open("b", b.address, b.keys.public, 0.3)
         os.kill(b.pid, signal.SIGCONT)

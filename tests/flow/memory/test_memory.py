@@ -34,7 +34,7 @@ from etha.plan import Layout, TensorSpec, build_plan
 from etha.transport.copy.local import compile_local
 from etha.transport.copy.program import Program
 from tests.flow.memory.on_lane import LaneTransport
-from tests.processes import CONTEXT
+from tests.processes import CONTEXT, send_signal
 
 
 def held(pipe: Connection) -> None:
@@ -280,7 +280,7 @@ def test_a_frozen_agent_inside_a_piece_is_seen_and_locked_out_when_it_thaws() ->
     agent.start()
     assert here.recv() is True
     assert agent.pid is not None
-    os.kill(agent.pid, signal.SIGSTOP)
+    send_signal(agent.pid, signal.SIGSTOP)
     assert page.revoke(word) is False and page.busy(word)
     os.kill(agent.pid, signal.SIGCONT)
     here.send(None)

@@ -27,6 +27,7 @@ from etha.memory.handles import describe
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site, started_in
 from tests.flow.ways import Way
+from tests.processes import send_signal
 
 EVERY_WAY = pytest.mark.ways("tcp", "local", "host", "three")
 ONE_AGENT = pytest.mark.ways("local")
@@ -477,7 +478,7 @@ async def test_the_agent_is_stopped_before_it_hears(rough: Site, pair: str, monk
     async with Swap(rough, pair, made=large) as swap:
         assert await swap.move(1) == {LARGE}
         agent = swap.agent()
-        Intercepted(swap, monkeypatch, lambda: os.kill(agent, signal.SIGSTOP))
+        Intercepted(swap, monkeypatch, lambda: send_signal(agent, signal.SIGSTOP))
         fill(swap.held["trainer", 0], 2)
         sending = asyncio.ensure_future(swap.handles["trainer", 0].transfer("send"))
         try:

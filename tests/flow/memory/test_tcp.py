@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing as mp
-import os
 import signal
 import socket
 import time
@@ -31,7 +30,7 @@ from etha.transport.wire.compiler import compile_wire
 from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.routing import Routing
 from tests.flow.memory.test_memory import Child
-from tests.processes import CONTEXT
+from tests.processes import CONTEXT, send_signal
 from tests.seconds import within
 from tests.unit.transport.agents import Gate, WaitingGuard
 
@@ -131,9 +130,9 @@ class Far:
         async with asyncio.timeout(10):
             return await asyncio.to_thread(self.pipe.recv)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: signal.Signals) -> None:
         assert self.process.pid is not None
-        os.kill(self.process.pid, number)
+        send_signal(self.process.pid, number)
 
 
 @asynccontextmanager

@@ -33,6 +33,7 @@ from etha.store.keys import REGISTRATION_LEASE
 from tests.flow.endurance.footprint import Footprint
 from tests.flow.jobs import Job, Worker, tell, wait_for
 from tests.flow.sites import Site, started_in
+from tests.processes import send_signal
 
 NAME = "policy"
 #: Two agents on each of two hosts for the replicas, and two for the trainer.
@@ -388,7 +389,7 @@ class Attack:
     def _stop_agent(self) -> str:
         for pid in self._agents(self._chance.choice(self._unattended())):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
+                send_signal(pid, signal.SIGSTOP)
             self._after(self._chance.uniform(0.2, 3.0), lambda pid=pid: _continue(pid))  # type: ignore[misc]
         return "agent stopped"
 

@@ -18,6 +18,7 @@ from etha.store.registry import Store
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.sites import Site, open_site
 from tests.flow.ways import Way
+from tests.processes import send_signal
 from tests.unit.store.server import served
 
 SHAPES = {"w": (64, 33), "b": (7,)}
@@ -28,7 +29,7 @@ ROWS, COLUMNS = Cut(world=2, dims={"w": 0}), Cut(world=2, dims={"w": 1})
 async def frozen(replica: Replica) -> AsyncIterator[None]:
     """The agent of a subscriber, which is on a host of its own, is stopped."""
     pid = (await replica.clients[0].status())["agent"]["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    send_signal(pid, signal.SIGSTOP)
     try:
         yield
     finally:

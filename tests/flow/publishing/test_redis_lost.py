@@ -18,6 +18,7 @@ from tests.flow.conftest import forget_environment
 from tests.flow.publishing.fleets import Cut, Fleet
 from tests.flow.sites import Site, open_site
 from tests.flow.ways import Way
+from tests.processes import send_signal
 from tests.unit.store.server import Server, served
 
 SHAPES = {"w": (64, 33), "b": (7,)}
@@ -93,7 +94,7 @@ async def until_left(server: Server, publication: str, subscriber: str) -> None:
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """A process that stands still."""
-    os.kill(pid, signal.SIGSTOP)
+    send_signal(pid, signal.SIGSTOP)
     try:
         yield
     finally:
@@ -243,7 +244,7 @@ async def test_a_publisher_that_is_launched_before_the_replicas_are_back_in_an_e
         await replica.next()
         await trainer.close()
         pid = (await replica.clients[0].status())["agent"]["pid"]
-        os.kill(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             disk.lose()
             again = await fleet.publish(ROWS)
@@ -314,7 +315,7 @@ async def test_a_publisher_on_two_hosts_serves_what_it_has_from_an_empty_redis(
             trainer = await fleet.publish(ROWS)
             await trainer.put(1)
             pid = (await trainer.clients[1].status())["agent"]["pid"]
-            os.kill(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
             try:
                 disk.lose()
                 await until_newest(disk.server, "p", 1)

@@ -15,6 +15,7 @@ from tests.flow.jobs import Job
 from tests.flow.publishing.fleets import Cut, Fleet, Replica
 from tests.flow.publishing.lives import publisher, replica
 from tests.flow.sites import Site
+from tests.processes import send_signal
 
 SMALL = 1000
 SHAPES = {"w": (SMALL,)}
@@ -29,7 +30,7 @@ def job(site: Site) -> Iterator[Job]:
 @asynccontextmanager
 async def stopped(pid: int) -> AsyncIterator[None]:
     """A process does nothing within."""
-    os.kill(pid, signal.SIGSTOP)
+    send_signal(pid, signal.SIGSTOP)
     try:
         yield
     finally:

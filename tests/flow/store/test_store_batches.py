@@ -43,7 +43,7 @@ async def test_a_batch_is_registered_when_all_ranks_have_come(store: Store) -> N
     roster = await store.batches.roster("w", "b", 1)
     assert list(roster.entries) == [("i", 0), ("t", 0), ("t", 1), ("t", 2)]
     assert roster.entries["t", 2] == '{"from": "t/2"}'
-    await store.batches.verdict("w", "b", 1, "a", "d1")
+    await store.batches.verdict("w", "b", 1, "a", "d1", expected=1)
     assert (await store.batches.roster("w", "b", 1)).verdicts == {"a": "d1"}
 
 

@@ -23,6 +23,7 @@ from etha.errors import ConfigError, RedisUnavailableError
 from etha.store import embedded, supervisor
 from etha.store.embedded import embedded_url, ensure_embedded, find_binary, stop_embedded
 from etha.store.registry import Store
+from tests.processes import send_signal
 from tests.unit.store.server import agent
 
 
@@ -162,7 +163,7 @@ async def test_a_frozen_server_is_said_to_be_unavailable_within_the_deadline(
 ) -> None:
     await ensure_embedded(settings, 20)
     found = processes(settings.runtime_dir)
-    os.kill(found["server"], signal.SIGSTOP)
+    send_signal(found["server"], signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(RedisUnavailableError, match=r"redis\.sock could not be started"):
         await ensure_embedded(settings, 1.0)
@@ -267,7 +268,7 @@ async def test_a_supervisor_leaves_a_socket_that_is_not_its_own(settings: Settin
     other = settings.runtime_dir / "other.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(other))
-        os.kill(found["supervisor"], signal.SIGSTOP)
+        send_signal(found["supervisor"], signal.SIGSTOP)
         other.rename(path)
         os.kill(found["supervisor"], signal.SIGTERM)
         os.kill(found["supervisor"], signal.SIGCONT)

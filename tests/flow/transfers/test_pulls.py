@@ -21,6 +21,7 @@ from etha.memory.reach import AccessError
 from tests.flow.jobs import Job, tell, wait_for, wait_gone
 from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
+from tests.processes import send_signal
 from tests.seconds import within
 
 #: 16 MiB in float32: a pull of it has many chunks, and one of half of it, too.
@@ -296,7 +297,7 @@ def test_a_sender_that_has_taken_its_memory_back_is_not_committed(rough: Site, p
         taker = job.start(takes, pair, 60, at=("inference", 0))
         taker.expect("pulling")
         agent = agent_of(rough)
-        os.kill(agent, signal.SIGSTOP)
+        send_signal(agent, signal.SIGSTOP)
         try:
             error, _ = sender.expect("returned")
             assert isinstance(error, TransferTimeoutError) and error.outcome == "unknown" and error.quiesced, error

@@ -26,6 +26,7 @@ from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMism
 from etha.groups import ProcessGroupBabyGloo
 from etha.groups.baby import nursery
 from etha.memory.process import Beacon
+from tests.processes import send_signal
 from tests.unit.groups.ranks import REDUCTIONS, Ranks, all_calls, filled, operation, ranks, reduced, unusual_tensors
 
 pytestmark = pytest.mark.timeout(120)
@@ -260,7 +261,7 @@ def test_a_child_that_is_killed_is_reaped_before_the_error_is_returned(two: Rank
 
 def test_a_child_that_is_stopped_is_killed_at_the_deadline(two: Ranks) -> None:
     group, pid = two.groups[0], two.groups[0].child_pid()
-    os.kill(pid, signal.SIGSTOP)
+    send_signal(pid, signal.SIGSTOP)
     group.set_timeout(0.3)
     with pytest.raises(GroupLostError, match="does not answer: barrier is late"):
         group.barrier().wait()
@@ -345,7 +346,7 @@ def test_abort_ends_a_configure_that_waits_for_its_first_nursery() -> None:
     found = nursery.prepare()
     while not found.pid:
         os.sched_yield()
-    os.kill(found.pid, signal.SIGSTOP)  # it imports torch
+    send_signal(found.pid, signal.SIGSTOP)  # it imports torch
     errors: list[Exception] = []
 
     def configure() -> None:

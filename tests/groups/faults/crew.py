@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.groups.faults.calls import LARGE, SMALL, FaultCall, fault_call
 from tests.groups.faults.seam import Seam
-from tests.processes import CONTEXT, preload
+from tests.processes import CONTEXT, preload, send_signal
 
 preload("torch", "torch.utils.data", "etha.groups", "etha.groups.host.etha_group", "tests.groups.faults.crew")
 
@@ -270,7 +270,7 @@ class Sailor:
     def strike(self, number: signal.Signals, pid: int = 0) -> float:
         """Send a signal to it or to its child; when."""
         at = time.monotonic()
-        os.kill(pid or self.pid, number)
+        send_signal(pid or self.pid, number)
         return at
 
 

@@ -17,6 +17,7 @@ from etha.store.embedded import find_shipped
 from etha.store.process import start_ticks
 from etha.store.records import AgentRecord, RankHolder
 from etha.store.registry import Store
+from tests.processes import send_signal
 
 HOST = "this-host"
 _numbers = itertools.count()
@@ -71,9 +72,9 @@ class Server:
         self.stop()
         self.start()
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
-        self._process.send_signal(number)
+        send_signal(self._process.pid, number)
 
 
 @contextmanager
