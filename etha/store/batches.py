@@ -172,18 +172,20 @@ class BatchRecords:
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 
     async def verdict(
-        self, pair: str, batch: str, generation: int, agent: str, digest: str, *, timeout: float | None = None
+        self,
+        pair: str,
+        batch: str,
+        generation: int,
+        agent: str,
+        digest: str,
+        *,
+        expected: int,
+        timeout: float | None = None,
     ) -> None:
-        """Publish the digest of the plan that ``agent`` computed for this generation."""
-        key, roster = self._keys.batch(pair, batch), self._keys.roster(pair, batch, generation)
-
-        async def write(client: Client) -> None:
-            pipe = client.pipeline(transaction=True)
-            await (
-                pipe.hset(roster, f"agent:{agent}", digest).pexpire(roster, _LEASE_MS).publish(key, "verdict").execute()
-            )
-
-        await self._session.connection.call(f"write {roster}", write, self._session.limit(timeout))
+        """Publish the digest of the plan that ``agent`` computed for this generation. ``expected`` agents do that."""
+        keys = [self._keys.batch(pair, batch), self._keys.roster(pair, batch, generation)]
+        request = {"agent": agent, "verdict": digest, "expected": expected}
+        await self._session.script("verdict", keys, request, timeout)
 
     async def set_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float | None = None

@@ -187,6 +187,7 @@ if not waits then
 end
 
 -- 6. Complete? Waiting members whose agent has gone meanwhile are let go first.
+local gone = false
 local function complete(name, key)
   if not worlds[name] or redis.call('HLEN', key) ~= worlds[name] then return false end
   local all = true
@@ -195,15 +196,14 @@ local function complete(name, key)
     if m.epoch ~= epoch + 1 then
       all = false
     elseif not served(m) then
-      all = false
+      all, gone = false, true
       redis.call('HDEL', key, field)
       event('left', 'pair', req.pair, 'side', name, 'rank', field, 'reason', 'died', 'text', 'its agent is gone')
     end
   end
   return all
 end
-local here, there = complete(side, own_key), complete(remote, far_key)
-if here and there then
+if complete(side, own_key) and complete(remote, far_key) then
   epoch, state, reason, why = epoch + 1, 'formed', '', ''
   formed = launches
   event('formed', 'pair', req.pair, 'epoch', epoch)
@@ -217,5 +217,7 @@ keep(PREFIX .. 'pairs')
 keep(pair_key)
 keep(own_key)
 keep(far_key)
-changed(pair_key, state)
+if opens or gone or state ~= P.state or epoch ~= number(P.epoch) or redis.call('HLEN', own_key) <= FEW then
+  changed(pair_key, state)
+end
 return ok({epoch = epoch, state = state})

@@ -186,6 +186,7 @@ TABLE: tuple[KeyKind, ...] = (
             "closed:SIDE/RANK": "that rank has closed the batch",
             "agent:ID": "digest of the plan that this agent computed, and what it offers (JSON)",
             "entries": "number of ranks that are there",
+            "verdicts": "number of agents that have computed a plan",
             "closed": "number of them that have closed the batch",
         },
         doc="The roster of one registration. Deleted once all ranks have come to the next one, or in a later epoch.",

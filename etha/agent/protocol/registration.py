@@ -87,6 +87,8 @@ class BatchRegistration(Machine[RegistrationState]):
     def __init__(self, name: str, *, me: str, agents: Mapping[str, tuple[str, ...]], generation: int = 0) -> None:
         super().__init__(f"batch {name}", RegistrationState.ENROLLING)
         self.batch, self.me, self.agents, self.generation = name, me, agents, generation
+        #: All agents of the batch.
+        self.everybody = frozenset(agent for ranks in agents.values() for agent in ranks)
         self.waiting: dict[CallKey, Member] = {}
         self.open: set[Member] = set()
         self.absent: set[Member] = {(side, rank) for side, ranks in agents.items() for rank in range(len(ranks))}
@@ -97,7 +99,7 @@ class BatchRegistration(Machine[RegistrationState]):
     @property
     def alone(self) -> bool:
         """Whether all ranks of both sides are this agent's."""
-        return {agent for ranks in self.agents.values() for agent in ranks} == {self.me}
+        return self.everybody == {self.me}
 
     def enrolled(self, key: CallKey, member: Member) -> list[BatchEffect]:
         """A local rank's entry is in the roster."""
@@ -187,7 +189,7 @@ class BatchRegistration(Machine[RegistrationState]):
     def _agree(self) -> list[BatchEffect]:
         if self.state is not RegistrationState.AGREEING or self.evaluation is None:
             return []
-        wanted = {agent for ranks in self.agents.values() for agent in ranks}
+        wanted = self.everybody
         if not wanted <= self._verdicts.keys():
             return []
         try:

@@ -231,7 +231,7 @@ class LocalRegistration:
     @property
     def agents(self) -> frozenset[str]:
         """All agents of the batch."""
-        return frozenset(agent for ranks in self.machine.agents.values() for agent in ranks)
+        return self.machine.everybody
 
     @property
     def scope(self) -> Scope:

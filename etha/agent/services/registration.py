@@ -35,7 +35,7 @@ from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.agent.services.batch_state import Field, Key, LocalRegistration, RegisteredBatch, Tensors
-from etha.agent.services.hints import Hints
+from etha.agent.services.hints import LIMIT, Hints
 from etha.agent.services.manifests import ManifestCache
 from etha.agent.services.planning import plan
 from etha.agent.services.rendezvous import RendezvousService
@@ -374,7 +374,10 @@ class RegistrationService:
         """
         hint = ""
         if not cancelled and registration.machine.absent:
-            hint = await self._hints.of_batch(registration.pairs[0], registration.name)
+            hint, _ = await asyncio.gather(
+                self._hints.of_batch(registration.pairs[0], registration.name),
+                ends_within(LIMIT, self._look(registration)),  # not every rank of many is announced
+            )
         effects = registration.machine.expire(key, cancelled=cancelled, hint=hint)
         fails = [effect for effect in effects if isinstance(effect, Fail)]
         for fail in fails:
@@ -497,17 +500,21 @@ class RegistrationService:
 
     async def _follow(self, registration: LocalRegistration) -> None:
         """Read the roster after every wake-up until this agent's part is decided."""
-        primary, batch, generation = registration.key
+        primary, batch, _ = registration.key
         states = (RegistrationState.ENROLLING, RegistrationState.EVALUATING, RegistrationState.AGREEING)
         async with self._store.changes(self._store.keys.batch(primary, batch)) as changed:
             while registration.machine.state in states:
-                try:
-                    roster = await self._store.batches.roster(primary, batch, generation)
-                    self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts))
-                except EthaError as error:
-                    outage(log, "batch %s: the roster could not be read: %s", batch, error)
+                await self._look(registration)
                 if registration.machine.state in states:
                     await changed()
+
+    async def _look(self, registration: LocalRegistration) -> None:
+        """Read the roster."""
+        try:
+            roster = await self._store.batches.roster(*registration.key)
+            self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts))
+        except EthaError as error:
+            outage(log, "batch %s: the roster could not be read: %s", registration.name, error)
 
     def _perform(self, registration: LocalRegistration, effects: list[BatchEffect]) -> None:
         primary, batch, generation = registration.key
@@ -521,7 +528,10 @@ class RegistrationService:
                 case EvaluateRoster(entries=entries):
                     self._spawn(self._evaluate(registration, dict(entries)))
                 case Declare(verdict=verdict):
-                    self._spawn(quietly(self._store.batches.verdict(primary, batch, generation, self._me, verdict)))
+                    told = self._store.batches.verdict(
+                        primary, batch, generation, self._me, verdict, expected=len(registration.agents)
+                    )
+                    self._spawn(quietly(told))
                 case Unenroll(member=(side, rank)):
                     self._spawn(quietly(self._store.batches.unenroll(primary, batch, generation, side, rank)))
                 case Stand(evaluation=evaluation, terms=terms):

@@ -16,7 +16,7 @@ from etha.agent.runtime import tasks
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
 from etha.agent.runtime.tasks import Spawn, ends_within, outage
-from etha.agent.services.hints import Hints
+from etha.agent.services.hints import LIMIT, Hints
 from etha.bus.codec import Request
 from etha.bus.messages import InitPair, PairLost
 from etha.config import check_name
@@ -271,12 +271,15 @@ class RendezvousService:
             self._end_early(known, key, known.machine.expire(key, cancelled=not expired, paused=paused))
 
     async def _expire(self, known: _Known, key: CallKey) -> None:
-        """A deadline has passed: look for hints, then end the call, unless it has been answered."""
+        """A deadline has passed: look for hints and who has come, then end the call, unless it has been answered."""
         if key not in known.asked:
             return  # it was answered or has left before this began
         asked = known.asked[key][1]
         alone = known.machine.absent(known.machine.missing(asked))
-        hint = await self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone))
+        hint, _ = await asyncio.gather(
+            self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone)),
+            ends_within(LIMIT, self._read(known)),  # not every rank that comes to a large side is announced
+        )
         self._end_early(known, key, known.machine.expire(key, cancelled=False, hint=hint))
 
     def _end_early(self, known: _Known, key: CallKey, effects: list[PairEffect]) -> None:

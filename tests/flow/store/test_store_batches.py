@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
+import redis.asyncio
 
 from etha.errors import ConfigError, PeerLostError, ProtocolError
 from etha.store.reading import MAX_FIELD
 from etha.store.registry import Store
 from tests.unit.store.server import Server, agent, fresh_namespace, served
+
+#: FEW of common.lua.
+FEW = 16
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +193,38 @@ async def test_events_are_read_forward_from_where_one_was(store: Store) -> None:
     assert last[1] == {"kind": "hello", "pair": "w", "seq": "3"}
     await store.event("again")
     assert [fields["kind"] for _, fields in await store.events(after=last[0])] == ["again"]
+
+
+@asynccontextmanager
+async def announced(store: Store, key: str) -> AsyncIterator[Callable[[], Awaitable[list[str]]]]:
+    """What is published on ``key``: all until the moment of the call."""
+    async with redis.asyncio.Redis.from_url(store.url, decode_responses=True) as client, client.pubsub() as pubsub:
+        await pubsub.subscribe(key, "the end")
+
+        async def until_now() -> list[str]:
+            await client.publish("the end", "")
+            found = []
+            async for message in pubsub.listen():
+                if message["type"] == "message" and message["channel"] == "the end":
+                    break
+                if message["type"] == "message":
+                    found.append(message["data"])
+            return found
+
+        yield until_now
+
+
+async def test_a_thousand_ranks_are_not_a_thousand_wake_ups(store: Store) -> None:
+    """All who wait read all entries at each wake-up, so announcing everybody would cost the cube of their number."""
+    ranks = 100
+    async with announced(store, store.keys.batch("w", "b")) as until_now:
+        for rank in range(ranks):
+            await enroll(store, "t", rank, expected=ranks + 1)
+        assert await until_now() == ["registering"] * FEW
+        await enroll(store, "i", expected=ranks + 1)
+        assert await until_now() == ["registered"]
+        for number in range(ranks + 1):
+            await store.batches.verdict("w", "b", 1, f"a{number}", "d", expected=ranks + 1)
+        assert await until_now() == ["verdict"] * (FEW + 1)
+        await store.batches.verdict("w", "b", 1, "a0", "d", expected=ranks + 1)
+        assert len((await store.batches.roster("w", "b", 1)).verdicts) == ranks + 1

@@ -16,6 +16,7 @@ from etha.store.groups import Entrance
 from etha.store.keys import TABLE
 from etha.store.records import PairView, RankHolder
 from etha.store.registry import Store
+from tests.flow.store.test_store_batches import FEW, announced
 from tests.unit.store.server import BINARIES, Server, agent, binary_of, dead, fresh_namespace, here, served, sleeping
 
 
@@ -66,6 +67,20 @@ async def test_a_pair_forms_when_all_ranks_of_both_sides_are_there(store: Store,
     assert view.member("inference", 1) == replace(others[0], launch="auto-1", epoch=1)
     assert [v.name for v in await store.pairs.all()] == ["w"]
     assert kinds(await store.events()) == ["agent_came", "joined", "joined", "joined", "formed"]
+
+
+async def test_many_ranks_are_announced_when_the_last_has_come(store: Store) -> None:
+    async with announced(store, store.keys.pair("w")) as until_now:
+        for rank in range(100):
+            await trainer(store, here(), rank=rank, size=100)
+        assert await until_now() == ["forming"] * FEW
+        for rank in range(99):
+            await inference(store, here(), rank=rank, size=100)
+        assert await until_now() == ["forming"] * FEW
+        assert (await inference(store, here(), rank=99, size=100)).state == "formed"
+        assert await until_now() == ["formed"]
+        await trainer(store, here(), rank=50, size=100, launch="another")
+        assert await until_now() == ["lost"]
 
 
 async def test_the_same_call_again_changes_nothing(store: Store, others: list[RankHolder]) -> None:
