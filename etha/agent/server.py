@@ -27,7 +27,7 @@ from etha.agent.runtime.device import GpuDevice
 from etha.agent.runtime.event_writer import EventWriter
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.lane import Lane
-from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.peers import Epoch, PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.services.groups import GroupService
 from etha.agent.services.hints import Hints
@@ -256,6 +256,7 @@ class Agent:
             version=__version__,
             log=self.log,
             metrics=self.metrics,
+            certificate=self.links.certificate.hex(),
         )
 
     def agent_name(self, agent: str) -> str:
@@ -263,15 +264,18 @@ class Agent:
         record = self.record if agent == self.id else self.links.record(agent)
         return agent[:8] if record is None else record.device
 
-    def on_agent_lost(self, agent: str, text: str) -> None:
-        """The link to another agent is lost. Transfers with it end first, because they know their outcomes best."""
+    def on_agent_lost(self, agent: str, text: str, epoch: Epoch | None = None) -> None:
+        """Another agent is lost: the link to it, or in ``epoch`` alone, of which another agent says so.
+
+        Transfers with it end first, because they know their outcomes best.
+        """
         record = self.links.record(agent)
         host, pid, device = ("?", 0, "?") if record is None else (record.shown_host, record.pid, record.device)
         reason = f"the agent {agent} of {device} on host {host} is gone: {text}"
         other = Culprit(agent=agent, host=host, pid=pid)
         self.recorder.add(Incident(at=time.time(), what="link_lost", reason=reason, culprits=(other,)))
-        self.registrations.on_agent_lost(agent)
-        self.rendezvous.on_agent_lost(agent, text)
+        self.registrations.on_agent_lost(agent, epoch)
+        self.rendezvous.on_agent_lost(agent, text, epoch)
 
     async def run(self, group: asyncio.TaskGroup) -> None:
         """Publish this agent and serve until ``done``. ``group`` owns its tasks."""

@@ -202,6 +202,11 @@ class Hub:
         if link is None or not link.send(scope, message):
             raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
 
+    def linked(self, agent: str) -> bool:
+        """Whether the two hear each other: both have opened their link."""
+        link = self._links.get(agent)
+        return link is not None and link.state is State.OPEN and self._sessions.paired(link)
+
     def drop(self, agent: str) -> None:
         """End the links with ``agent`` in both directions, without ``on_agent_lost`` here. Does nothing if there are
         none."""

@@ -4,6 +4,8 @@ Meet  -->  I am in this epoch; find this token in my memory if you can
 <--  Met   I am in this epoch, too, and I can (or cannot) read your host's processes
 Exhibits   where a worker of mine has its tensors, for you to copy from
 AskTokens, GiveTokens: tokens that open data connections
+Relay      what one agent says to another through a hub, because the two have no link
+LostPeer   a hub tells everybody of an epoch that it has lost one of its agents
 Forsaken   a worker of mine cannot take part in the batch after all   -->   Noted, once my workers know
 AskRecords, TellRecords: lines of the other agent's files, for `etha events`
 HeldBase: what a worker of mine has, before it receives the next version of a publication
@@ -77,6 +79,23 @@ class Exhibits(StrictStruct, frozen=True, kw_only=True):
     handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
     last: bool
     snapshot: bool = False
+
+
+@message("relay")
+class Relay(StrictStruct, frozen=True, kw_only=True):
+    """``message`` is one of ``origin`` for ``to``, as on a link between the two. The scope is their epoch."""
+
+    origin: Text
+    to: Text
+    message: Annotated[bytes, Meta(max_length=1 << 23)]
+
+
+@message("lost_peer")
+class LostPeer(StrictStruct, frozen=True, kw_only=True):
+    """I have lost the link to ``agent``, who is in this epoch; ``text`` says why."""
+
+    agent: Text
+    text: Annotated[str, Meta(max_length=4096)]
 
 
 @message("ask_tokens")
@@ -208,4 +227,6 @@ Introduction = (
     | TellMissing
     | AskRecords
     | TellRecords
+    | Relay
+    | LostPeer
 )

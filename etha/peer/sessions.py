@@ -59,6 +59,10 @@ class Sessions:
         #: Set when this agent leaves: nobody is greeted or heard any more.
         self.closing = False
 
+    def paired(self, link: Link) -> bool:
+        """Whether the agent of ``link`` is heard, too."""
+        return link in self._paired
+
     def received(self, link: Link) -> int:
         """Messages received from the agent of ``link`` since the two were paired."""
         return self._paired[link].received if link in self._paired else 0

@@ -212,6 +212,7 @@ end
 redis.call('HSET', pair_key, 'state', state, 'epoch', string.format('%d', epoch), 'sides', json(sides),
   'world_sizes', object_text(worlds), 'launches', object_text(launches), 'formed_launches', object_text(formed),
   'retired', object_text(retired), 'autos', object_text(autos), 'reason', reason, 'error', why)
+if state == 'formed' then redis.call('HDEL', pair_key, 'culprits') end
 redis.call('SADD', PREFIX .. 'pairs', req.pair)
 keep(PREFIX .. 'pairs')
 keep(pair_key)

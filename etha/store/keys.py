@@ -95,6 +95,7 @@ TABLE: tuple[KeyKind, ...] = (
             "data_address": "HOST:PORT of its data port, for other hosts",
             "bound": "HOST:PORT of its links for agents of its own host (data on PORT+1)",
             "public_key": "CURVE public key, z85 text",
+            "certificate": "SHA-256 of what its data port shows (ETHA_ENCRYPT), in hex; empty if it does not encrypt",
             "started_at": "seconds since 1970",
             "version": "version of Etha",
             "beats": "how often the lease was renewed",
@@ -128,6 +129,8 @@ TABLE: tuple[KeyKind, ...] = (
             "autos": "JSON object side -> how many launches without an id it has had, named `auto-NUMBER`",
             "reason": "of a lost pair: `relaunched`, `closed` or `died`",
             "error": "of a lost pair: who and why, for people",
+            "culprits": "of a pair that was lost because agents have lost each other: JSON list of [side, rank], whose "
+            "agents are gone",
         },
         doc="A link between two sides. That by which a newcomer of an elastic group loads its state is "
         "`GROUP.epoch-EPOCH.member-RANK`; it is removed with its batch once a later epoch has formed.",

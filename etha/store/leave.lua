@@ -9,7 +9,7 @@ local text = req.side .. ' rank ' .. rank .. ' (pid ' .. string.format('%d', me.
   .. (req.reason == 'died' and 'died' or 'has closed its client')
 event('left', 'pair', req.pair, 'side', req.side, 'rank', rank, 'reason', req.reason)
 if state == 'formed' then
-  redis.call('HSET', pair_key, 'state', 'lost', 'reason', req.reason, 'error', text)
+  redis.call('HSET', pair_key, 'state', 'lost', 'reason', req.reason, 'error', text, 'culprits', '[]')
   event('lost', 'pair', req.pair, 'epoch', epoch, 'reason', req.reason, 'text', text)
   state = 'lost'
 end

@@ -113,9 +113,21 @@ class PairRecords:
         async with self._session.changing:
             return bool(await self._session.script("leave", keys, request, timeout))
 
-    async def sever(self, pair: str, epoch: int, reason: Reason, text: str, *, timeout: float | None = None) -> bool:
-        """A formed pair is lost because its agents have lost each other. True if ``epoch`` was still formed."""
-        request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000]}
+    async def sever(
+        self,
+        pair: str,
+        epoch: int,
+        reason: Reason,
+        text: str,
+        culprits: Sequence[tuple[str, int]] = (),
+        *,
+        timeout: float | None = None,
+    ) -> bool:
+        """A formed pair is lost because its agents have lost each other. True if ``epoch`` was still formed.
+
+        ``culprits``: the (side, rank) whose agents are gone.
+        """
+        request = {"pair": pair, "epoch": epoch, "reason": reason, "text": text[:1000], "culprits": list(culprits)}
         return bool(await self._session.script("sever", [self._keys.pair(pair)], request, timeout))
 
     async def forget(self, pair: str, batch: str, *, timeout: float | None = None) -> bool:

@@ -39,6 +39,8 @@ class AgentRecord:
     log: str = ""
     #: HOST:PORT of its metrics, or why it has none; "" if nobody asked for them.
     metrics: str = ""
+    #: Hex of the SHA-256 of the certificate that its data port shows; "" if data connections are not encrypted.
+    certificate: str = ""
 
     @property
     def shown_host(self) -> str:
@@ -72,6 +74,7 @@ class AgentRecord:
             bound=read.text("bound", most=500) if "bound" in values else "",
             log=read.text("log", most=5000, default=""),
             metrics=read.text("metrics", most=5000, default=""),
+            certificate=read.text("certificate", most=64, default=""),
         )
 
 
@@ -162,6 +165,8 @@ class PairView(PairState):
     """A pair with its members. ``sides`` maps the two side names, sorted."""
 
     sides: Mapping[str, SideView] = field(default_factory=dict)
+    #: Of a lost pair: the (side, rank) whose agents are gone, if that is why.
+    culprits: tuple[tuple[str, int], ...] = ()
 
     def member(self, side: str, rank: int) -> RankHolder | None:
         """Who holds ``rank`` of ``side``, if anybody."""
@@ -201,7 +206,15 @@ class PairView(PairState):
                 launch=launches.text(side, most=500) if known else None,
                 members=_members(f"{key}:{side}", members.get(side, {})),
             )
-        return cls(name=name, state=state.state, epoch=state.epoch, reason=state.reason, error=state.error, sides=sides)
+        return cls(
+            name=name,
+            state=state.state,
+            epoch=state.epoch,
+            reason=state.reason,
+            error=state.error,
+            sides=sides,
+            culprits=_culprits(read),
+        )
 
 
 def side_names(key: str, values: Mapping[str, str]) -> tuple[str, ...]:
@@ -215,6 +228,16 @@ def side_names(key: str, values: Mapping[str, str]) -> tuple[str, ...]:
     ):
         raise read.wrong("sides", "a JSON list of two side names")
     return tuple(sorted(names))
+
+
+def _culprits(read: FieldReader) -> tuple[tuple[str, int], ...]:
+    found = read.json("culprits", "[]")
+    match found:
+        case [*members] if all(
+            isinstance(m, list) and len(m) == 2 and isinstance(m[0], str) and type(m[1]) is int for m in members
+        ):
+            return tuple((side, rank) for side, rank in members)
+    raise read.wrong("culprits", "a JSON list of [side, rank]")
 
 
 def _members(key: str, values: Mapping[str, str]) -> dict[int, RankHolder]:

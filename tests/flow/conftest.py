@@ -90,6 +90,8 @@ def site(commons: Commons, way: Way, monkeypatch: pytest.MonkeyPatch) -> Site:
     """The common site of this way: such tests use pair names of their own."""
     forget_environment(monkeypatch)
     monkeypatch.setenv("ETHA_IDLE", "300")  # an agent takes it from whom its first client is in
+    if way is Way.FAR:
+        monkeypatch.setenv(nursery.MESH, "1")
     return commons.site(way)
 
 
@@ -108,6 +110,8 @@ def rough(commons: Commons, way: Way, monkeypatch: pytest.MonkeyPatch) -> Site:
     """A site whose agents are killed, one test after the other: the next client starts new ones."""
     forget_environment(monkeypatch)
     monkeypatch.setenv("ETHA_IDLE", "300")
+    if way is Way.FAR:
+        monkeypatch.setenv(nursery.MESH, "1")
     return commons.site(way, "rough")
 
 

@@ -37,6 +37,9 @@ _LIMITS = ("NOFILE", "FSIZE", "AS", "CORE", "NPROC", "MEMLOCK")
 _DESCRIPTORS = ("--ready-fd", "--start-lock")
 _ROOT = Path(__file__).resolve().parents[2]
 
+#: Set in an agent's environment: up to how many agents are all linked with each other. Only tests set that.
+MESH = "MESH_OF_TESTS"
+
 #: How this process asks the nursery; None: it asks none.
 _address: str | None = None
 _process: subprocess.Popen[bytes] | None = None
@@ -210,9 +213,12 @@ def _show(command: list[str], env: dict[str, str]) -> None:
 
 def _main() -> int:
     from etha.agent.__main__ import main
+    from etha.agent.protocol import epoch_links
     from tests import frozen  # noqa: F401
 
-    return main(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    words = _serve(socket.socket(fileno=int(sys.argv[1])))
+    epoch_links.MESH = int(os.environ.get(MESH, epoch_links.MESH))
+    return main(words)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import etha
 from tests.flow.jobs import Job, wait_gone
+from tests.flow.nursery import MESH
 from tests.flow.team import Team
 from tests.flow.ways import Way
 from tests.unit.store.server import served
@@ -94,6 +95,8 @@ class Site:
         found = {"ETHA_RUNTIME_DIR": str(self.directory / place), "ETHA_IDLE": "300"}
         if self.way is not Way.LOCAL:
             found["ETHA_HOST_ID"] = self.way.host(place)
+        if self.way is Way.FAR:
+            found[MESH] = "1"
         if self.redis is not None:
             found["ETHA_REDIS_URL"] = self.redis
         return found

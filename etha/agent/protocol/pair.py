@@ -73,10 +73,11 @@ class Leave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sever:
-    """Tell the store that the agents of ``epoch`` have lost each other."""
+    """Tell the store that the agents of ``epoch`` have lost each other, or those of ``culprits``."""
 
     epoch: int
     text: str
+    culprits: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +174,7 @@ class PairMachine(Machine[PairPhase]):
             now = self.members()
             left = {m: not now[m].is_same(h) if m in now else not restoring for m, h in before.items()}
             missed = [m for m, h in before.items() if left[m] and h.epoch == self.epoch]
+            missed += [m for m in view.culprits if m in before and m not in missed and not passed]
             out += self._break(reason, text or "the other side was launched again", missed)
         if formed and not restoring and view.epoch > self.epoch:
             self.epoch, self.lost = view.epoch, None
@@ -331,7 +333,7 @@ class PairMachine(Machine[PairPhase]):
                 out.append(Answer(call=key, message=formed))
             elif inside and view.state == "formed" and view.epoch == self.epoch and self.lost is not None:
                 # Redis took this for a repeated call, because it does not know that the epoch is over.
-                out += [Sever(epoch=self.epoch, text=self.lost.message), Join(asked=asked)]
+                out += [Sever(epoch=self.epoch, text=self.lost.message, culprits=self.lost.culprits), Join(asked=asked)]
             elif inside and view.state != "formed" and self.members()[asked.side, asked.rank].epoch <= view.epoch:
                 # It completed an epoch, or was in one, that was over before this agent saw it formed.
                 out += [*self._miss(view.epoch, view.error or "its agents could not meet"), self._rejoin(key)]
@@ -366,7 +368,8 @@ class PairMachine(Machine[PairPhase]):
             holder = self.members().get((asked.side, asked.rank))
             if holder is not None and holder.is_same(asked.holder) and holder.epoch == self.epoch:
                 joins.append(self._rejoin(key))
-        severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text)] if sever else []
+        named = tuple(sorted(culprits))
+        severs: list[PairEffect] = [Sever(epoch=self.epoch, text=text, culprits=named)] if sever else []
         return [Broken(epoch=self.epoch, error=error), *severs, *missed, *joins]
 
     def _miss(self, epoch: int, text: str) -> list[PairEffect]:

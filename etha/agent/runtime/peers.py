@@ -1,8 +1,10 @@
 """This agent's links to others and its data port: meetings per epoch, who reads whose host, tokens.
 
-form(pair, epoch, agents)   open links --> Meet / Met with each --> the epoch is formed on all of them
+form(epoch, links)          open links --> Meet / Met with each --> the epoch is formed on all of them
+link(what, agents)          open more links, to those that this agent exchanges data with
+tell(agent, scope, ...)     over the link to it, or through a hub of its epoch
 said(...)                   everything else that other agents say goes to the batch that it is about
-on_agent_lost(agent)        a link is lost: streams, tokens and meetings with it end
+on_agent_lost(agent, ...)   a link is lost, or a hub says so: streams, tokens and meetings with it end
 """
 
 from __future__ import annotations
@@ -11,22 +13,23 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from etha.addresses import Advertised, format_address, is_loopback, parse_address
+from etha.agent.protocol.epoch_links import EpochLinks
 from etha.agent.runtime.device import GpuDevice
 from etha.config import DIFFERENCES, STAGING
 from etha.errors import AgentUnavailableError, ConfigError, EthaError, PeerLostError, ProtocolError, first_of, with_note
 from etha.memory.process import Beacon, allow_reading
 from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
-from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, Meet, Met
+from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, LostPeer, Meet, Met, Relay
 from etha.peer.keys import Keys
 from etha.peer.tokens import TOKEN_BYTES, Tokens
-from etha.peer.wire import Said, Scope
+from etha.peer.wire import Control, Said, Scope, decode, encode
 from etha.store.records import AgentRecord
 from etha.store.registry import Store
 from etha.transport.copy.host import Claim, claim, prove
@@ -43,6 +46,10 @@ TOKEN_TIMEOUT = 5.0
 _FIRST_PAUSE = 0.5
 #: Most epochs that are remembered, and most in which others may be ahead of this agent.
 _MAX_EPOCHS = 1000
+#: Most epochs that are over and for which this agent still passes messages on: how their last transfers ended.
+_MAX_OVER = 64
+
+Epoch = tuple[str, int]  # (pair, number)
 
 
 @dataclass(slots=True)
@@ -57,7 +64,8 @@ class _Meeting:
 class PeerLinks:
     """Entered while the agent lives.
 
-    Other messages go to ``said(agent, scope, message)``, and losses to ``on_agent_lost(agent, text)``.
+    Other messages go to ``said(agent, scope, message)``. ``on_agent_lost(agent, text, epoch)`` is called when a link is
+    lost (``epoch`` None: the agent is lost in every epoch), and when a hub of an epoch has lost an agent of it.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class PeerLinks:
         advertise: str | None = None,
         encrypt: bool = False,
         said: Callable[[str, Scope, Said], None],
-        on_agent_lost: Callable[[str, str], None],
+        on_agent_lost: Callable[[str, str, Epoch | None], None],
         staging: int = STAGING,
         differences: str = DIFFERENCES[0],
         card: GpuDevice | None = None,
@@ -90,9 +98,12 @@ class PeerLinks:
         self._tokens = Tokens()
         self._records: dict[str, AgentRecord] = {}
         self._known: dict[str, str] = {}
-        self._meetings: dict[tuple[str, int], _Meeting] = {}
-        self._met: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
-        self._early: OrderedDict[tuple[str, int], dict[str, Meet]] = OrderedDict()
+        self._meetings: dict[Epoch, _Meeting] = {}
+        self._met: OrderedDict[Epoch, frozenset[str]] = OrderedDict()
+        self._early: OrderedDict[Epoch, dict[str, Meet]] = OrderedDict()
+        #: The epochs that form or are formed here, and the last ones that are over.
+        self._epochs: dict[Epoch, EpochLinks] = {}
+        self._over: OrderedDict[Epoch, EpochLinks] = OrderedDict()
         self._asked: dict[int, tuple[str, asyncio.Future[Sequence[bytes]]]] = {}
         self._requests = 0
         #: Agents to which there is no link since it was lost or could not be opened: when (loop time), and why.
@@ -157,6 +168,11 @@ class PeerLinks:
         return self._identity is not None
 
     @property
+    def certificate(self) -> bytes:
+        """SHA-256 of the certificate that the data port shows; b"" if it encrypts nothing."""
+        return b"" if self._identity is None else self._identity.fingerprint
+
+    @property
     def published(self) -> dict[str, str]:
         """The addresses of this agent's record: for other hosts, and for this one."""
         data = self.hub.data_address if self._advertised is None else self._advertised.data_address
@@ -199,13 +215,15 @@ class PeerLinks:
 
     # ---- forming an epoch ---------------------------------------------------------------------
 
-    async def form(self, pair: str, epoch: int, agents: Collection[str]) -> None:
-        """Return once every other one of ``agents`` is linked, knows this epoch, and knows whether it reads this host.
+    async def form(self, key: Epoch, links: EpochLinks) -> None:
+        """Return once every agent near this one is linked, knows this epoch, and knows whether it reads this host.
 
         AgentUnavailableError names who could not be linked, and why.
         """
-        key = (pair, epoch)
-        others = sorted(set(agents) - {self.me})
+        pair, epoch = key
+        others = sorted(links.near)
+        self._over.pop(key, None)
+        self._epochs[key] = links
         meeting = self._meetings[key] = _Meeting(set(others), set(others))
         try:
             await self._refresh()
@@ -218,7 +236,7 @@ class PeerLinks:
                         started=mine.started,
                         address=mine.address,
                         token=mine.token,
-                        certificate=b"" if self._identity is None else self._identity.fingerprint,
+                        certificate=self.certificate,
                     )
                     self.hub.send(agent, scope, meet)
                 for agent, early in self._early.pop(key, {}).items():
@@ -242,6 +260,22 @@ class PeerLinks:
         """An epoch is over. A pair that everybody has left counts its epochs anew, so a Meet of the same number is not
         taken for a repetition: it is kept until this agent forms that epoch, too."""
         self._met.pop((pair, epoch), None)
+        if (links := self._epochs.pop((pair, epoch), None)) is not None and links.hubs:
+            self._over[pair, epoch] = links
+            while len(self._over) > _MAX_OVER:
+                self._over.popitem(last=False)
+
+    async def link(self, what: str, agents: Collection[str]) -> None:
+        """Return once each of these agents is linked. AgentUnavailableError names who cannot be, and why; that agent is
+        lost then, for ``on_agent_lost``, too."""
+        others = [agent for agent in sorted(agents) if not self.hub.linked(agent)]
+        ends = await asyncio.gather(*(self._open(what, agent) for agent in others), return_exceptions=True)
+        failed = [(agent, end) for agent, end in zip(others, ends, strict=True) if end is not None]
+        for agent, error in failed:
+            if isinstance(error, EthaError):
+                self._on_link_lost(agent, error.message)
+        if failed:
+            raise failed[0][1]
 
     async def prove(self, what: str, agents: Collection[str], seconds: float) -> bool:
         """Try until each of ``agents`` is linked, for ``seconds`` at most; returns whether all are.
@@ -342,7 +376,7 @@ class PeerLinks:
             raise ProtocolError(f"agent {agent} has no address in Redis")
         host, port = parse_address(self._reached(record)[1], most=65535)
 
-        fingerprint = self._certificates.get(agent) or None
+        fingerprint = self._certificates.get(agent) or bytes.fromhex(record.certificate) or None
         if (fingerprint is not None) is not self.encrypts:
             raise ProtocolError(f"agent {agent} has not told what its data port shows")
 
@@ -366,7 +400,7 @@ class PeerLinks:
         request, answer = self._requests, self._loop.create_future()
         self._asked[request] = (agent, answer)
         try:
-            self.hub.send(agent, scope, AskTokens(request=request, count=count))
+            self._send(agent, scope, AskTokens(request=request, count=count))
             async with asyncio.timeout(TOKEN_TIMEOUT):
                 tokens: Sequence[bytes] = await answer
                 return tokens
@@ -404,15 +438,66 @@ class PeerLinks:
                 asked = self._asked.get(request)
                 if asked is not None and asked[0] == agent and not asked[1].done():
                     asked[1].set_result(given)
+            case Relay():
+                self._relay(agent, scope, message)
+            case LostPeer():
+                links = self._epochs.get(key)
+                if links is not None and links.accepts(agent, message.agent):
+                    self._on_agent_lost(message.agent, f"agent {agent} has lost it: {message.text}", key)
             case _:
                 self._said(agent, scope, message)
 
+    # ---- who is told, and how -----------------------------------------------------------------
+
     def tell(self, agent: str, scope: Scope, message: Said) -> None:
-        """Send to a linked agent. ``on_agent_lost`` reports a lost link, not this."""
+        """Send to an agent of an epoch that both are in. ``on_agent_lost`` reports a lost link, not this."""
         try:
-            self.hub.send(agent, scope, message)
+            self._send(agent, scope, message)
         except PeerLostError as error:
             log.debug("%s", error)
+
+    def far(self, epoch: Epoch) -> frozenset[str]:
+        """The agents of an epoch to which this one needs no link, unless they exchange data."""
+        links = self._epochs.get(epoch)
+        return frozenset() if links is None else links.far
+
+    def reach(self, agent: str) -> Epoch | None:
+        """An epoch through whose hubs an agent without a link is told; None if there is none."""
+        return next((epoch for epoch, links in self._epochs.items() if agent in links.far), None)
+
+    def _send(self, agent: str, scope: Scope, message: Said) -> None:
+        """Over the link to ``agent``, or else through the first hub that is linked. PeerLostError: there is neither."""
+        epoch = (scope.pair, scope.epoch)
+        links = self._epochs.get(epoch) or self._over.get(epoch)
+        if links is None or agent not in links.far or self.hub.linked(agent):
+            return self.hub.send(agent, scope, message)
+        for hub in links.hubs:
+            if self.hub.linked(hub):
+                about = Scope(pair=scope.pair, epoch=scope.epoch)
+                relay = Relay(origin=self.me, to=agent, message=encode(scope, message))
+                return self.hub.send(hub, about, relay)
+        raise PeerLostError(f"{type(message).__name__} not sent to agent {agent}: no hub is linked", reason="died")
+
+    def _relay(self, sender: str, scope: Scope, relay: Relay) -> None:
+        """Pass on what an agent says to another, or take what is said to this one."""
+        epoch = (scope.pair, scope.epoch)
+        links = self._epochs.get(epoch) or self._over.get(epoch)
+        if links is not None and relay.to == self.me and links.accepts(sender, relay.origin):
+            try:
+                inner = decode(relay.message)
+            except ProtocolError as error:
+                log.warning("dropped from agent %s through agent %s: %s", relay.origin, sender, error)
+                return
+            inside = inner.scope is not None and (inner.scope.pair, inner.scope.epoch) == epoch
+            # What concerns the link itself, or who is lost, is believed on the link only.
+            if inside and not isinstance(inner.message, Control | Meet | Met | Relay | LostPeer):
+                assert inner.scope is not None
+                return self._heard(relay.origin, inner.scope, inner.message)
+        elif links is not None and links.relays(sender, relay.origin, relay.to):
+            with suppress(PeerLostError):  # everybody is told of that loss
+                self.hub.send(relay.to, scope, relay)
+            return
+        log.debug("agent %s relays what is not for this agent to take or pass on", sender)
 
     def _on_link_lost(self, agent: str, text: str) -> None:
         text = with_note(text, self.log_of(agent))
@@ -428,4 +513,12 @@ class PeerLinks:
         for other, answer in self._asked.values():
             if other == agent and not answer.done():
                 answer.set_exception(error)
-        self._on_agent_lost(agent, text)
+        told = {
+            epoch: links.agents - {self.me, agent}
+            for epoch, links in self._epochs.items()
+            if self.me in links.hubs and agent in links.agents
+        }
+        self._on_agent_lost(agent, text, None)
+        for (pair, number), others in told.items():
+            for other in sorted(others):
+                self.tell(other, Scope(pair=pair, epoch=number), LostPeer(agent=agent, text=text[:4000]))

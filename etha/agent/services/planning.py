@@ -18,6 +18,7 @@ from etha.agent.services.batch_state import LocalRegistration
 from etha.agent.services.manifests import ManifestCache
 from etha.store.registry import Store
 from etha.transport.geometry.overlap import Written
+from etha.transport.wire.routing import Routing, exchanging
 
 
 async def plan(
@@ -50,6 +51,9 @@ async def plan(
 async def introduce(registration: LocalRegistration, links: PeerLinks, evaluation: Evaluation) -> Capabilities:
     """This agent's verdict on a registration. Waits for the memory that other agents share with it."""
     agents = registration.agents
+    if unlinked := links.far((registration.pairs[0], registration.epoch)):
+        meets = await asyncio.to_thread(_exchanging, registration, evaluation)
+        await links.link(f"batch {registration.name!r} of pair {registration.pairs[0]!r}", meets & unlinked)
     readers, readable = sorted(agents & links.read_by), sorted(agents & links.reads)
     if readers:
         shown = {member: (t.session, t.handles) for member, t in registration.tensors.items()}
@@ -65,6 +69,15 @@ async def introduce(registration: LocalRegistration, links: PeerLinks, evaluatio
         mine = registration.machine.me == min(agents)
         nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
     return await asyncio.to_thread(_capabilities, registration, links, evaluation.digest, readable, nccl)
+
+
+def _exchanging(registration: LocalRegistration, evaluation: Evaluation) -> set[str]:
+    """The agents with which this one exchanges data, in either direction."""
+    agents, found = registration.machine.agents, set[str]()
+    for source, plan in evaluation.plans.items():
+        target = agents[registration.other(source)]
+        found |= exchanging(plan, Routing(me=registration.machine.me, source=agents[source], target=target))
+    return found
 
 
 def _capabilities(

@@ -68,8 +68,8 @@ class RecordQueries:
             "lines": [],
             "why": "",
         }
-        linked = {peer.agent for peer in self._links.hub.peers() if peer.state == "open"}
-        if record.id not in linked:
+        through = None if self._links.hub.linked(record.id) else self._links.reach(record.id)
+        if through is None and not self._links.hub.linked(record.id):
             here = record.host == self._settings.host_id
             place = "runs with another runtime directory and " if here else ""
             found["why"] = f"it {place}is not linked to an agent that was asked; ask there"
@@ -82,7 +82,8 @@ class RecordQueries:
         request, future = self._requests, asyncio.get_running_loop().create_future()
         self._asked[request] = (record.id, future)
         try:
-            self._links.tell(record.id, _SCOPE, AskRecords(request=request, since=since, failed=failed))
+            scope = _SCOPE if through is None else Scope(pair=through[0], epoch=through[1])
+            self._links.tell(record.id, scope, AskRecords(request=request, since=since, failed=failed))
             async with asyncio.timeout(PATIENCE):
                 answer: TellRecords = await future
         except TimeoutError:

@@ -30,7 +30,7 @@ from etha.agent.protocol.registration import BatchEffect, Declare, EvaluateRoste
 from etha.agent.runtime import tasks
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.host_sharing import exhibits
-from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.peers import Epoch, PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, ends_within, outage
@@ -267,11 +267,13 @@ class RegistrationService:
         else:
             self._transfers.hear(batch, agent, message)  # type: ignore[arg-type]
 
-    def on_agent_lost(self, agent: str) -> None:
-        """The link to an agent is lost: transfers with it end, each with the outcome that can be known."""
-        self._forsaking.on_agent_lost(agent)
+    def on_agent_lost(self, agent: str, epoch: Epoch | None = None) -> None:
+        """An agent is lost, in ``epoch`` alone if one is given: transfers with it end, each with the outcome that can
+        be known."""
+        self._forsaking.on_agent_lost(agent, epoch)
         for registration in [*self.known.values(), *self._memory.ended_with(agent)]:
-            if agent in registration.agents and registration.registered is not None:
+            part = epoch is None or registration.epochs.get(epoch[0]) == epoch[1]
+            if part and agent in registration.agents and registration.registered is not None:
                 self._transfers.on_agent_lost(registration.registered, agent)
 
     # ---- inside -------------------------------------------------------------------------------
@@ -676,7 +678,7 @@ class Forsaking:
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
-        self._waiting: dict[int, tuple[set[str], asyncio.Event]] = {}
+        self._waiting: dict[int, tuple[Epoch, set[str], asyncio.Event]] = {}
         self._requests = 0
 
     async def tell(
@@ -689,7 +691,7 @@ class Forsaking:
             self._links.tell(agent, scope, Forsaken(request=request, text=text, closed=closed))
         if not silent:
             return
-        self._waiting[request] = silent, heard
+        self._waiting[request] = (scope.pair, scope.epoch), silent, heard
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline + GRACE):
@@ -700,15 +702,16 @@ class Forsaking:
     def hear(self, agent: str, message: Noted) -> None:
         """An agent has ended the registration."""
         if (found := self._waiting.get(message.request)) is not None:
-            silent, heard = found
+            _, silent, heard = found
             silent.discard(agent)
             if not silent:
                 heard.set()
 
-    def on_agent_lost(self, agent: str) -> None:
-        """An agent's link is lost: it will not answer."""
-        for request in list(self._waiting):
-            self.hear(agent, Noted(request=request))
+    def on_agent_lost(self, agent: str, lost_in: Epoch | None) -> None:
+        """An agent is lost, in one epoch or in all: it will not answer."""
+        for request, (epoch, _, _) in list(self._waiting.items()):
+            if lost_in in (None, epoch):
+                self.hear(agent, Noted(request=request))
 
 
 def _called(message: Register, member: Member) -> str:

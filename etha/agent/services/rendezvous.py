@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail
+from etha.agent.protocol.epoch_links import EpochLinks
 from etha.agent.protocol.pair import Broken, Formed, Join, JoinRequest, Leave, Missed, PairEffect, PairMachine, Sever
 from etha.agent.runtime import tasks
-from etha.agent.runtime.peers import PeerLinks
+from etha.agent.runtime.peers import Epoch, PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, Seat, WorkerSession
 from etha.agent.runtime.tasks import Spawn, ends_within, outage
 from etha.agent.services.hints import LIMIT, Hints
@@ -229,10 +230,11 @@ class RendezvousService:
                 ended.machine.view = view
         return ""
 
-    def on_agent_lost(self, agent: str, text: str) -> None:
-        """The link to an agent is lost, and with it every pair in which it takes part."""
-        for known in self._known.values():
-            self._perform(known, known.machine.on_agent_lost(agent, text))
+    def on_agent_lost(self, agent: str, text: str, epoch: Epoch | None = None) -> None:
+        """An agent is lost, and with it every pair in which it takes part, or ``epoch`` alone."""
+        for name, known in self._known.items():
+            if epoch is None or epoch == (name, known.machine.epoch):
+                self._perform(known, known.machine.on_agent_lost(agent, text))
 
     def on_worker_lost(self, session: WorkerSession, reason: Reason) -> None:
         """A worker's connection is gone, and so are its ranks, unless the same process holds them through another
@@ -352,16 +354,20 @@ class RendezvousService:
                 case Fail(call=key, error=error):
                     owner, _, _ = known.asked.pop(key, (None, None, 0.0))
                     self._calls.fail(key, error if owner is None else _with_wishes(owner, error))
-                case Sever(epoch=epoch, text=text):
-                    self._work(known, self._sever(known, epoch, text))
+                case Sever():
+                    self._work(known, self._sever(known, effect))
                 case Missed():
                     known.missed += 1
                     known.paused_until = asyncio.get_running_loop().time() + _pause(known.missed)
                 case Formed(epoch=epoch):
                     log.info("pair %s formed, epoch %d", pair, epoch)
-                    agents = {holder.agent for holder in known.machine.members().values()}
-                    if len(agents) > 1:
-                        self._work(known, self._meet(known, epoch, agents))
+                    members = {
+                        name: [(side.members[rank].agent, side.members[rank].host) for rank in sorted(side.members)]
+                        for name, side in effect.view.sides.items()
+                    }
+                    links = EpochLinks.of(self._links.me, members)
+                    if len(links.agents) > 1:
+                        self._work(known, self._meet(known, epoch, links))
                     else:
                         self._met(known, epoch)
                 case Broken(epoch=epoch, error=error):
@@ -417,9 +423,9 @@ class RendezvousService:
         finally:
             known.paused.discard(key)
 
-    async def _meet(self, known: _Known, epoch: int, agents: set[str]) -> None:
+    async def _meet(self, known: _Known, epoch: int, links: EpochLinks) -> None:
         try:
-            await self._links.form(known.machine.pair, epoch, agents)
+            await self._links.form((known.machine.pair, epoch), links)
         except EthaError as error:
             # Agents that have heard that the epoch is over do not come to it, so nothing is wrong then.
             level = logging.WARNING if known.machine.error(epoch) is None else logging.DEBUG
@@ -433,14 +439,15 @@ class RendezvousService:
             known.missed, known.paused_until = 0, 0.0
         self._perform(known, known.machine.met(epoch))
 
-    async def _sever(self, known: _Known, epoch: int, text: str) -> None:
+    async def _sever(self, known: _Known, lost: Sever) -> None:
+        pair = known.machine.pair
         try:
             async with known.order:
-                await self._store.pairs.sever(known.machine.pair, epoch, "died", text)
+                await self._store.pairs.sever(pair, lost.epoch, "died", lost.text, lost.culprits)
         except EthaError as error:
             # The next rank that joins finds the epoch formed in Redis and severs it again.
             known.ahead = True
-            outage(log, "pair %s: Redis does not know that epoch %d is over: %s", known.machine.pair, epoch, error)
+            outage(log, "pair %s: Redis does not know that epoch %d is over: %s", pair, lost.epoch, error)
 
     async def _leave(self, known: _Known, side: str, rank: int, holder: Holder, reason: Reason) -> None:
         try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etha.plan import Plan
-from etha.plan.planner.rank_plan import CONTRIBUTE, FORWARD, MOVE, RESULT
+from etha.plan.planner.rank_plan import CONTRIBUTE, FORWARD, MOVE, RESULT, inside_target
 from etha.transport.copy.program import Member
 
 
@@ -99,3 +99,20 @@ def account(plan: Plan, routing: Routing) -> tuple[dict[Member, int], dict[Membe
                 met |= slots.of(slot.owner)[slot.tensor, slot.number][1 if side == "source" else 0]
             peers[side, rank] = (*((other, r) for r in sorted(met)), *(("target", r) for r in passed))
     return nbytes, peers
+
+
+def exchanging(plan: Plan, routing: Routing) -> set[str]:
+    """The other agents of all rows of this agent's ranks. Each of them finds this agent in its rows, too."""
+    found: set[str] = set()
+    for side in ("source", "target"):
+        for rank in routing.ranks(side, routing.me):
+            rp = plan.for_rank(side, rank)
+            passed, given = inside_target(rp.kind), rp.kind == CONTRIBUTE
+            for agents, ranks in (
+                (routing.source, rp.source[~passed]),
+                (routing.target, rp.source[passed]),
+                (routing.source, rp.target[given]),
+                (routing.target, rp.target[~given]),
+            ):
+                found |= {agents[number] for number in np.unique(ranks).tolist()}
+    return found - {routing.me}

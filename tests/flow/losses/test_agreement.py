@@ -15,7 +15,7 @@ from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
 
-pytestmark = pytest.mark.ways("three", "tcp", "local", "host")
+pytestmark = pytest.mark.ways("far", "three", "tcp", "local", "host")
 
 SHAPE = (4096, 4096)
 MEMBERS = [("trainer", 0), ("trainer", 1), ("inference", 0), ("inference", 1)]

@@ -124,15 +124,18 @@ class FaultPlay:
         self.sailors[rank].expect(word, self.calls[rank])
 
     def _moving_children(self) -> None:
-        """The victim's child has sent a megabyte of a call of many."""
+        """A child has sent a megabyte of a call of many: the victim's, or that of whom the victim hears."""
         message = self.cell.kind in MESSAGES
+        watched = self.helper if self.cell.kind == "send" else self.victim
+        if self.cell.kind in ("broadcast", "scatter"):  # only the root sends
+            watched = self.root
+        elif self.cell.kind == "gather" and self.root == self.victim:  # only the others do
+            watched = self.helper
         for rank in range(SIZE):
             kind, peer = self.cell.kind, self.victim
             if message and rank == self.victim:
                 kind, peer = ("recv" if self.cell.kind == "send" else "send"), self.helper
-            sends = rank == (self.helper if self.cell.kind == "send" else self.victim)
-            self._begin(rank, kind=kind, peer=peer, large=True, watched=sends, meets=rank == self.victim)
-        watched = self.helper if self.cell.kind == "send" else self.victim
+            self._begin(rank, kind=kind, peer=peer, large=True, watched=rank == watched, meets=rank == self.victim)
         self._expect(watched, "held")
         self._strike()
         if not self.ends_here and self.cell.event != "SIGSTOP":

@@ -68,7 +68,7 @@ def test_every_call(crews: dict[str, Crew], group: str, event: str, phase: str) 
             try:
                 play(crews, cell, turn)
             except AssertionError as error:
-                failed.append(f"turn {turn}: {error}")
+                failed.append(f"{cell}, turn {turn}: {error}")
     assert not failed, f"{len(failed)} of {TURNS * len(events()[group, event, phase])}:\n" + "\n".join(failed)
 
 
