@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 from etha.agent.__main__ import serve
+from etha.agent.protocol import epoch_links
 from etha.agent.protocol.coordinator import Coordinator, Outbox, Phase
 from etha.agent.server import Agent
 from etha.agent.startup import Startup
@@ -18,6 +19,7 @@ from etha.bus.sessions import Peer
 from etha.config import Settings
 from tests.flow import jobs
 from tests.flow.jobs import Worker, tell
+from tests.flow.nursery import MESH
 
 
 class Seam:
@@ -85,6 +87,7 @@ def _ready(loop: asyncio.AbstractEventLoop, ready: int) -> None:
 
 def run_agent() -> None:
     """The process of an agent; returns when it has been told to leave."""
+    epoch_links.MESH = int(os.environ.get(MESH, epoch_links.MESH))
     asyncio.run(_serve())
 
 

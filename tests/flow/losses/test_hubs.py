@@ -19,6 +19,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from etha.config import Settings
 from etha.errors import AgentLostError, PeerLostError
 from etha.events import gather
+from tests.faults.agents import ask, run_agent
+from tests.flow.jobs import Job
 from tests.flow.nursery import MESH
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site, environment, private_directory, stop_all
@@ -179,6 +181,41 @@ async def test_a_hub_dies_and_the_next_epoch_has_another(rough: Site, pair: str)
         again = Cast(sides, 0)
         await again.begin()
         await again.move()
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["one hub", "both hubs"])
+async def test_who_has_voted_learns_the_end_through_the_other_hub(both: bool, pair: str) -> None:
+    """The coordinator dies when all have voted, so the others ask each other. Without any hub they cannot."""
+    dead = [("trainer", 0), ("inference", 0)] if both else [("trainer", 0)]
+    with served_site() as (site, _), Job(site.env) as job:
+        coordinator = job.start(run_agent, at=("trainer", 0))
+        coordinator.expect("ready")
+        sides, make = cast(site, pair, 0)
+        async with sides:
+            rows = make()
+            await rows.begin()
+            await rows.move()
+            links = await rows.links()
+            assert ("inference", 2) not in links["trainer", 1] and ("trainer", 2) not in links["trainer", 1]
+            ask(coordinator, "hold")
+            moves = {
+                member: asyncio.create_task(handle.transfer("send" if member[0] == "trainer" else "recv"))
+                for member, handle in rows.handles.items()
+            }
+            await asyncio.to_thread(coordinator.expect, "voted")
+            for pid in [await rows.pid(member) for member in dead]:
+                send_signal(pid, signal.SIGSTOP)  # both are away before either is missed
+            for member in dead:
+                send_signal(coordinator.pid if member[0] == "trainer" else pid, signal.SIGKILL)
+            async with asyncio.timeout(within(SOON)):
+                ends = dict(zip(moves, await asyncio.gather(*moves.values(), return_exceptions=True), strict=True))
+        for member, end in ends.items():
+            if member in dead:
+                assert isinstance(end, AgentLostError), (member, end)
+            else:
+                assert isinstance(end, PeerLostError), (member, end)
+                assert end.outcome == ("unknown" if both else "aborted"), (member, end)
+                assert both or "trainer rank 0" in end.message, end
 
 
 async def test_a_rank_that_closes_ends_the_calls_of_all(site: Site, pair: str) -> None:
