@@ -24,10 +24,12 @@ log = logging.getLogger(__name__)
 DOMAIN = b"etha"
 #: Where ZeroMQ looks for the handler of a context.
 _ENDPOINT = "inproc://zeromq.zap.01"
-#: Unknown keys that may wait for a refresh. More are refused at once.
-MAX_WAITING = 64
+#: Unknown keys that may wait for a refresh. More are refused at once. A thousand agents may come to a hub at a time.
+MAX_WAITING = 2048
 #: Seconds between refreshes, however many strangers try to connect.
 REFRESH_GAP = 0.2
+#: Seconds before a refresh, for whoever comes with an epoch of which this agent is about to read anyway.
+REFRESH_DELAY = 0.02
 #: Seconds that a refresh may take, less than a connection has to prove its key.
 REFRESH_TIMEOUT = 3.0
 
@@ -63,8 +65,11 @@ class Gate:
         loop = asyncio.get_running_loop()
         while self._refresh is not None:
             await self._wanted.wait()
+            await asyncio.sleep(REFRESH_DELAY)
             self._wanted.clear()
             waiting, self._waiting = self._waiting, []
+            if not waiting:
+                continue
             earliest = loop.time() + REFRESH_GAP
             try:
                 async with asyncio.timeout(REFRESH_TIMEOUT):
@@ -74,6 +79,15 @@ class Gate:
             for request, key in waiting:
                 self._decide(request, key)
             await asyncio.sleep(max(0.0, earliest - loop.time()))
+
+    def look_again(self) -> None:
+        """More agents are known now: admit those of them that wait."""
+        waiting, self._waiting = self._waiting, []
+        for request, key in waiting:
+            if self._find(key) is None:
+                self._waiting.append((request, key))
+            else:
+                self._decide(request, key)
 
     def close(self) -> None:
         """Stop answering. Idempotent."""

@@ -202,6 +202,10 @@ class Hub:
         if link is None or not link.send(scope, message):
             raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
 
+    def admit_known(self) -> None:
+        """``known`` knows more agents now: admit those that wait for it."""
+        self._gate.look_again()
+
     def linked(self, agent: str) -> bool:
         """Whether the two hear each other: both have opened their link."""
         link = self._links.get(agent)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 
 from etha.errors import ConfigError, EthaError, ProtocolError, RedisUnavailableError
 from etha.store.batches import BatchRecords
@@ -62,6 +63,25 @@ class AgentRecords:
     async def all(self, *, timeout: float | None = None) -> list[AgentRecord]:
         """The records of all live agents, by id, read now."""
         return [record for record, _ in await self.seen(timeout=timeout)]
+
+    async def some(self, agents: Collection[str], *, timeout: float | None = None) -> list[AgentRecord]:
+        """The records of those of ``agents`` that live, by id, read now."""
+        keys = {agent: self._keys.agent(agent) for agent in sorted(agents)}
+
+        async def read(client: Client) -> list[dict[str, str]]:
+            pipe = client.pipeline(transaction=False)
+            for key in keys.values():
+                pipe.hgetall(key)
+            return list(await pipe.execute())
+
+        found = await self._session.connection.call(
+            f"read the records of {len(keys)} agents", read, self._session.limit(timeout)
+        )
+        return [
+            AgentRecord.from_redis(key, agent, values)
+            for (agent, key), values in zip(keys.items(), found, strict=True)
+            if values
+        ]
 
     async def seen(self, *, timeout: float | None = None) -> list[tuple[AgentRecord, float]]:
         """The records of all live agents, by id, and for each the seconds since it renewed its lease."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -44,6 +45,10 @@ MEET_TIMEOUT = 10.0
 TOKEN_TIMEOUT = 5.0
 #: Seconds between the first two tries to link an agent that cannot be linked.
 _FIRST_PAUSE = 0.5
+#: Of more agents than these the records of all are read, in one request.
+_FEW = 64
+#: Seconds, about, between the first two tries to link a hub to which all come at once.
+_CROWDED = 0.1
 #: Most epochs that are remembered, and most in which others may be ahead of this agent.
 _MAX_EPOCHS = 1000
 #: Most epochs that are over and for which this agent still passes messages on: how their last transfers ended.
@@ -226,9 +231,9 @@ class PeerLinks:
         self._epochs[key] = links
         meeting = self._meetings[key] = _Meeting(set(others), set(others))
         try:
-            await self._refresh()
+            await self._look_up(others)
             async with asyncio.timeout(MEET_TIMEOUT):
-                await self._open_all(f"pair {pair!r}", others)
+                await self._open_all(f"pair {pair!r}", others, crowded=links.hubs)
                 scope, mine = Scope(pair=pair, epoch=epoch), self._claim
                 for agent in others:
                     meet = Meet(
@@ -269,6 +274,8 @@ class PeerLinks:
         """Return once each of these agents is linked. AgentUnavailableError names who cannot be, and why; that agent is
         lost then, for ``on_agent_lost``, too."""
         others = [agent for agent in sorted(agents) if not self.hub.linked(agent)]
+        if others:
+            await self._look_up(others)
         ends = await asyncio.gather(*(self._open(what, agent) for agent in others), return_exceptions=True)
         failed = [(agent, end) for agent, end in zip(others, ends, strict=True) if end is not None]
         for agent, error in failed:
@@ -301,13 +308,27 @@ class PeerLinks:
         except TimeoutError:
             return False
 
-    async def _open_all(self, what: str, agents: Sequence[str]) -> None:
+    async def _open_all(self, what: str, agents: Sequence[str], crowded: Collection[str] = ()) -> None:
+        """Open a link to each of ``agents``; to those that are ``crowded``, because all come to them at once, until the
+        caller's timeout."""
         try:
             async with asyncio.TaskGroup() as group:
                 for agent in agents:
-                    group.create_task(self._open(what, agent))
+                    group.create_task((self._open_at_last if agent in crowded else self._open)(what, agent))
         except* EthaError as errors:
             raise first_of(errors) from None
+
+    async def _open_at_last(self, what: str, agent: str) -> None:
+        pause = _CROWDED
+        while True:
+            try:
+                return await self._open(what, agent)
+            except AgentUnavailableError as error:
+                if agent not in self._records:
+                    raise
+                log.debug("tried again: %s", error.message)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # not all at once again
+            pause = min(1.0, 2 * pause)
 
     async def _open(self, what: str, agent: str) -> None:
         record = self._records.get(agent)
@@ -359,6 +380,20 @@ class PeerLinks:
     def _settle(self, meeting: _Meeting) -> None:
         if not meeting.missing and not meeting.owed and not meeting.over.done():
             meeting.over.set_result(None)
+
+    async def _look_up(self, agents: Collection[str]) -> None:
+        """Read the records of these agents: of all, if they are many. Who waits at the gate for that is admitted."""
+        if len(agents) > _FEW:
+            await self._refresh()
+        else:
+            found = {record.id: record for record in await self._store.agents.some(agents, timeout=MEET_TIMEOUT)}
+            for agent in agents:
+                known = self._records.pop(agent, None)
+                if known is not None:
+                    self._known.pop(known.public_key, None)
+            self._records |= found
+            self._known |= {record.public_key: record.id for record in found.values() if record.public_key}
+        self.hub.admit_known()
 
     async def _refresh(self) -> None:
         records = await self._store.agents.all(timeout=MEET_TIMEOUT)
