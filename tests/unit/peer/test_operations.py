@@ -39,8 +39,9 @@ BUS = {
 LINK = {
     "abort", "answer", "ask_missing", "ask_records", "ask_tokens", "book", "booked", "commit", "committed", "copied",
     "declined",
-    "done", "exhibits", "failed", "forsaken", "give_tokens", "go", "meet", "met", "noted", "offer", "question", "ready",
-    "recall", "refused", "stood", "sums", "tell_missing", "tell_records", "held_base", "held_part", "unbook",
+    "done", "exhibits", "failed", "forsaken", "give_tokens", "go", "lost_peer", "meet", "met", "noted", "offer",
+    "question", "ready", "recall", "refused", "relay", "stood", "sums", "tell_missing", "tell_records", "held_base",
+    "held_part", "unbook",
     "unique_id", "unready",
 }  # fmt: skip
 LINK_ITSELF = {"hello", "welcome", "beat", "bye"}
