@@ -144,7 +144,8 @@ def agents_table(agents: list[dict[str, Any]], reports: list[dict[str, Any]]) ->
 
 def link_text(link: dict[str, Any], *, alone: bool) -> str:
     """ "open, heard 0.4 s ago, 0.3 ms"; with the agent from which it leads unless that is the only one here."""
-    text = {"self": "this one", "none": "none, not needed"}.get(link["link"], link["link"])
+    known = {"self": "this one", "none": "none, not needed", "hub": "through a hub"}
+    text = known.get(link["link"], link["link"])
     if link["silent"] is not None:
         text += f", heard {link['silent']:.1f} s ago"
     if link["round_trip"] is not None:

@@ -188,6 +188,19 @@ def test_a_deadline_says_who_is_missing_and_frees_the_rank() -> None:
     assert ("t", 1) not in world.redis.members
 
 
+def test_redis_tells_whose_agents_are_gone() -> None:
+    """An agent may have no link to the lost one, and hear of it from Redis before a hub tells."""
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    formed = world.pair.view
+    assert formed is not None
+    lost = replace(formed, state="lost", reason="died", error="the agent of i rank 0 is gone", culprits=(("i", 0),))
+    [broken] = [e for e in world.pair.viewed(lost) if isinstance(e, Broken)]
+    assert broken.error.reason == "died" and broken.error.culprits == (("i", 0),)
+
+
 def test_who_was_displaced_hears_relaunched_however_the_next_epoch_ended() -> None:
     world = World()
     for member in MEMBERS:
