@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import select
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -30,6 +32,37 @@ def send_signal(pid: int, number: signal.Signals) -> None:
     if number == signal.SIGSTOP:
         while not _stands_still(pid):
             os.sched_yield()
+
+
+class Strays:
+    """Processes that may outlive whoever started them, and are ended at the end.
+
+    They are held by a descriptor and not by their number, which the kernel gives to another process after some thousand
+    more: who ends a number later ends somebody else.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, int] = {}
+
+    def hold(self, pids: Iterable[int]) -> None:
+        """Call it while they live. Those that were held and have ended are let go."""
+        for pid, held in list(self._held.items()):
+            if select.select([held], [], [], 0)[0]:
+                os.close(self._held.pop(pid))
+        for pid in pids:
+            if pid not in self._held:
+                self._held[pid] = os.pidfd_open(pid)
+
+    def end(self, patience: float) -> None:
+        """SIGKILL; returns when they are gone."""
+        for held in self._held.values():
+            try:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+                select.select([held], [], [], patience)
+            finally:
+                os.close(held)
+        self._held.clear()
 
 
 def _stands_still(pid: int) -> bool:

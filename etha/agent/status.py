@@ -127,10 +127,9 @@ def _pair(machine: PairMachine, ended: bool, *, waited_for: bool) -> dict[str, A
 def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float | None]]) -> list[dict[str, Any]]:
     """One line for each agent that Redis knows, this one's host first, with the state of this agent's link to it.
 
-    ``link`` is "self", "open", "opening", "failed" (``trouble`` says why), "hub" (there is none, and both are in an epoch
-    in which hubs pass on what they say), "missing" (a pair of both is formed, and yet there is no link) or "none" (no
-    pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis; None if
-    Redis does not list it now.
+    ``link`` is "self", "open", "opening", "failed" (``trouble`` says why), "hub" (there is none, and both are in an
+    epoch in which hubs pass on what they say), "missing" (a pair of both is formed, and yet there is no link) or "none"
+    (no pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis; None if Redis does not list it now.
     """
     linked = {peer.agent: peer for peer in agent.links.hub.peers()}
     needed: dict[str, list[str]] = {}

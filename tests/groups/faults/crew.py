@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import queue
-import select
 import signal
 import sys
 import threading
@@ -22,13 +21,14 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
 from tests.groups.faults.calls import LARGE, SMALL, FaultCall, fault_call
 from tests.groups.faults.seam import Seam
-from tests.processes import CONTEXT, preload, send_signal
+from tests.processes import CONTEXT, Strays, preload, send_signal
 
 preload("torch", "torch.utils.data", "etha.groups", "etha.groups.host.etha_group", "tests.groups.faults.crew")
 
@@ -82,12 +82,16 @@ class FaultMember:
         self._seam: Seam | None = None
         self._rank = self._size = 0
         self._loader: Any = None
+        #: The number of the call that is made now; 0: there is none.
+        self._call = 0
         #: The last call that failed, and what its outputs held then.
         self._failed: tuple[FaultCall, list[Any]] | None = None
         self._work: Any = None
 
     def serve(self) -> None:
         """Do what the test says until it closes the pipe."""
+        if self._kind != "ProcessGroupEtha":
+            signal.signal(signal.SIGINT, _interrupt)
         threading.Thread(target=self._hear, daemon=True).start()
         while True:
             name, *args = self._orders.get()
@@ -146,6 +150,7 @@ class FaultMember:
 
     def make(self, order: CallOrder) -> None:
         """Make one call, wait for it, say how it ended."""
+        self._call = order.number
         numel = (LARGE if order.large else SMALL) + order.odd
         kind = "allreduce" if order.odd and order.kind == "barrier" else order.kind
         call = fault_call(kind, self._rank, self._size, numel, order.root, order.peer)
@@ -155,19 +160,34 @@ class FaultMember:
             if order.watched:
                 threading.Thread(target=self._watch, args=(order.number, self._sent()), daemon=True).start()
             work = call.make(self._group)
-            if self._seam is None:
-                self.say("waiting", order.number)
             if order.aside:
+                if self._seam is None:
+                    self.say("waiting", order.number)
                 self._work = work
                 return
+            if self._seam is None:
+                threading.Thread(
+                    target=self._tell_of_the_wait, args=(order.number, threading.get_ident()), daemon=True
+                ).start()
             work.wait() if order.wait is None else work.wait(timedelta(seconds=order.wait))
         except BaseException as error:
             self._say_end(call, error)
         else:
             self._say_end(call, None)
 
+    def _tell_of_the_wait(self, number: int, thread: int) -> None:
+        """Say "waiting" once the call's thread is in the wait: a Ctrl-C before it concerns no call."""
+        from etha.groups.work import GroupWork
+
+        while (
+            GroupWork._wait_for_end.__code__ not in _codes(sys._current_frames().get(thread)) and self._call == number
+        ):
+            os.sched_yield()
+        self.say("waiting", number)
+
     def _say_end(self, call: FaultCall, error: BaseException | None) -> None:
         at = time.monotonic()
+        self._call = 0
         sticks = self._group.errored() is not None
         if error is not None:
             self._failed = call, call.keep()
@@ -229,6 +249,21 @@ def run_member(pipe: Connection, group: str) -> None:
 # ---- in the test --------------------------------------------------------------------------------
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ctrl-C: a call over children may have ended a moment before, and then it concerns nobody."""
+    from etha.groups.work import GroupWork
+
+    if GroupWork._wait_for_end.__code__ in _codes(frame):
+        raise KeyboardInterrupt
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    """The functions in which a thread is, from the inside out."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
 @dataclass(slots=True, kw_only=True)
 class Sailor:
     """One member as the test sees it."""
@@ -236,7 +271,6 @@ class Sailor:
     process: BaseProcess
     pipe: Connection
     child: int = 0
-    workers: list[int] = field(default_factory=list)
     heard: list[tuple[Any, ...]] = field(default_factory=list)
 
     @property
@@ -282,7 +316,7 @@ class Crew:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._prefixes = itertools.count(1)
         self.members: list[Sailor | None] = [None] * SIZE
-        self._orphans: list[int] = []
+        self._strays = Strays()
 
     def configure(self, ranks: list[int], timeout: float) -> list[Sailor]:
         """A group of these members, in this order; each has made a call in it. ``timeout``: of their next calls."""
@@ -311,7 +345,7 @@ class Crew:
         for sailor in sailors:
             sailor.order("load_data")
         for sailor in sailors:
-            sailor.workers = sailor.expect("loading")
+            self._strays.hold(sailor.expect("loading"))
 
     def _member(self, rank: int) -> Sailor:
         found = self.members[rank]
@@ -331,7 +365,6 @@ class Crew:
         sailor.process.join(PATIENCE)
         assert sailor.process.exitcode is not None, f"member {rank} does not end"
         sailor.pipe.close()
-        self._orphans += sailor.workers
         self.members[rank] = None
 
     def close(self) -> None:
@@ -340,14 +373,7 @@ class Crew:
                 sailor.process.kill()
                 self.bury(rank)
         # Workers of a DataLoader look every five seconds whether their trainer lives.
-        for pid in self._orphans:
-            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                fd = os.pidfd_open(pid)
-                try:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                    select.select([fd], [], [], PATIENCE)
-                finally:
-                    os.close(fd)
+        self._strays.end(PATIENCE)
 
 
 @contextlib.contextmanager

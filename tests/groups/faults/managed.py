@@ -27,7 +27,7 @@ from tests.flow.sites import private_directory, started_in
 from tests.groups.faults.calls import LARGE, SMALL, fault_call
 from tests.groups.faults.crew import PATIENCE, SIZE, Sailor
 from tests.groups.faults.seam import Seam
-from tests.processes import CONTEXT, preload
+from tests.processes import CONTEXT, Strays, preload
 from tests.unit.store.server import Server, served
 
 preload("torch", "torch.utils.data", "etha.groups", "tests.groups.faults.managed")
@@ -174,7 +174,7 @@ class ManagedCrew:
         self.directory, self.server = directory, server
         self._env = {"ETHA_RUNTIME_DIR": str(directory), "ETHA_IDLE": "300", "ETHA_REDIS_URL": server.url}
         self.members: list[Sailor] = []
-        self._orphans: list[int] = []
+        self.strays = Strays()
         for _ in range(SIZE):
             self.start()
 
@@ -192,7 +192,6 @@ class ManagedCrew:
         sailor.process.join(PATIENCE)
         assert sailor.process.exitcode is not None, "it does not end"
         sailor.pipe.close()
-        self._orphans += sailor.workers
         self.members.remove(sailor)
 
     def begin(self, what: str, *sailors: Sailor, kind: str = "allreduce", odd: bool = False) -> int:
@@ -231,10 +230,7 @@ class ManagedCrew:
         for sailor in list(self.members):
             sailor.process.kill()
             self.bury(sailor)
-        for pid in self._orphans:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-                wait_gone(pid)
+        self.strays.end(PATIENCE)
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ class ReplicaPlay:
             for sailor in crew.members:
                 sailor.order("load_data")
             for sailor in crew.members:
-                sailor.workers = sailor.expect("loading")
+                crew.strays.hold(sailor.expect("loading"))
         victim = self.chance.choice(crew.members)
         others = [sailor for sailor in crew.members if sailor is not victim]
         what = phase.removeprefix("a ")
