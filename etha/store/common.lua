@@ -40,8 +40,8 @@ local function event(kind, ...)
 end
 
 local function changed(key, what) redis.call('PUBLISH', key, what) end
--- Up to so many newcomers are announced one by one. To a thousand a thousand announcements would be a million, so the
--- later ones are announced together, when the last has come; who waits looks every two seconds, too.
+-- Of up to so many, everybody who comes is announced. To a thousand a thousand announcements would be a million, and who
+-- hears one reads what all have said. So of more only the first and the last are; who waits looks every two seconds, too.
 local FEW = 16
 
 local function keep(key) redis.call('PEXPIRE', key, req.history) end

@@ -37,5 +37,5 @@ if entries >= req.expected then
 end
 keep(PREFIX .. 'batches')
 keep(key)
-if not open or entries <= FEW or state == 'registered' then changed(key, state) end
+if not open or req.expected <= FEW or state == 'registered' then changed(key, state) end
 return ok({generation = generation})

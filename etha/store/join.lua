@@ -218,7 +218,8 @@ keep(PREFIX .. 'pairs')
 keep(pair_key)
 keep(own_key)
 keep(far_key)
-if opens or gone or state ~= P.state or epoch ~= number(P.epoch) or redis.call('HLEN', own_key) <= FEW then
+if opens or gone or state ~= P.state or epoch ~= number(P.epoch) or req.world <= FEW
+    or redis.call('HLEN', own_key) == 1 then
   changed(pair_key, state)
 end
 return ok({epoch = epoch, state = state})

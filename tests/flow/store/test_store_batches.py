@@ -220,11 +220,22 @@ async def test_a_thousand_ranks_are_not_a_thousand_wake_ups(store: Store) -> Non
     async with announced(store, store.keys.batch("w", "b")) as until_now:
         for rank in range(ranks):
             await enroll(store, "t", rank, expected=ranks + 1)
-        assert await until_now() == ["registering"] * FEW
+        assert await until_now() == ["registering"]
         await enroll(store, "i", expected=ranks + 1)
         assert await until_now() == ["registered"]
         for number in range(ranks + 1):
             await store.batches.verdict("w", "b", 1, f"a{number}", "d", expected=ranks + 1)
-        assert await until_now() == ["verdict"] * (FEW + 1)
+        assert await until_now() == ["verdict"]
         await store.batches.verdict("w", "b", 1, "a0", "d", expected=ranks + 1)
         assert len((await store.batches.roster("w", "b", 1)).verdicts) == ranks + 1
+
+
+async def test_each_of_few_is_announced(store: Store) -> None:
+    async with announced(store, store.keys.batch("w", "b")) as until_now:
+        for rank in range(FEW - 1):
+            await enroll(store, "t", rank, expected=FEW)
+        await enroll(store, "i", expected=FEW)
+        assert await until_now() == ["registering"] * (FEW - 1) + ["registered"]
+        for number in range(FEW):
+            await store.batches.verdict("w", "b", 1, f"a{number}", "d", expected=FEW)
+        assert await until_now() == ["verdict"] * FEW

@@ -73,14 +73,21 @@ async def test_many_ranks_are_announced_when_the_last_has_come(store: Store) -> 
     async with announced(store, store.keys.pair("w")) as until_now:
         for rank in range(100):
             await trainer(store, here(), rank=rank, size=100)
-        assert await until_now() == ["forming"] * FEW
+        assert await until_now() == ["forming"]
         for rank in range(99):
             await inference(store, here(), rank=rank, size=100)
-        assert await until_now() == ["forming"] * FEW
+        assert await until_now() == ["forming"]
         assert (await inference(store, here(), rank=99, size=100)).state == "formed"
         assert await until_now() == ["formed"]
         await trainer(store, here(), rank=50, size=100, launch="another")
         assert await until_now() == ["lost"]
+
+
+async def test_each_of_few_ranks_is_announced(store: Store) -> None:
+    async with announced(store, store.keys.pair("w")) as until_now:
+        for rank in range(FEW):
+            await trainer(store, here(), rank=rank, size=FEW)
+        assert await until_now() == ["forming"] * FEW
 
 
 async def test_the_same_call_again_changes_nothing(store: Store, others: list[RankHolder]) -> None:
