@@ -8,7 +8,9 @@ local function roster(g) return key .. ':ranks:' .. string.format('%d', g) end
 for g = generation, math.max(1, generation - 1), -1 do
   if redis.call('HGET', roster(g), 'token:' .. who) == req.token then return ok({generation = g}) end
 end
-if req.epoch < number(B.epoch) then
+-- A Redis that has lost its data may count a pair's epochs anew, and get back a batch of an earlier life of the pair.
+local formed = number(redis.call('HGET', PREFIX .. 'pair:' .. req.pair, 'epoch'))
+if req.epoch < number(B.epoch) and req.epoch ~= formed then
   return refuse('peer_lost', 'pair ' .. req.pair .. ' is at epoch ' .. B.epoch .. ', ' .. req.side .. ' rank '
     .. string.format('%d', req.rank) .. ' registers batch ' .. req.batch .. ' at epoch '
     .. string.format('%d', req.epoch) .. ': call init_pair again', {reason = 'relaunched'})
@@ -16,7 +18,7 @@ end
 local open = B.state == 'registering' and number(B.epoch) == req.epoch and number(B.generation) == generation
 if not open then
   -- In a later epoch nobody goes on with what was registered in an earlier one.
-  if number(B.epoch) < req.epoch then redis.call('DEL', roster(generation), roster(generation - 1)) end
+  if number(B.epoch) ~= req.epoch then redis.call('DEL', roster(generation), roster(generation - 1)) end
   generation = generation + 1
   redis.call('HSET', key, 'state', 'registering', 'generation', string.format('%d', generation),
     'epoch', string.format('%d', req.epoch), 'last_error', '')

@@ -209,11 +209,20 @@ class PairMachine(Machine[PairPhase]):
             return []
         return self._break("died", f"the agent of {name_members(theirs)} is gone ({text})", theirs, sever=True)
 
-    def expire(self, key: CallKey, *, cancelled: bool, paused: bool = False, hint: str = "") -> list[PairEffect]:
+    def expire(
+        self,
+        key: CallKey,
+        *,
+        cancelled: bool,
+        paused: bool = False,
+        hint: str = "",
+        already: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> list[PairEffect]:
         """The caller's deadline passed, or it cancelled: it leaves.
 
         ``paused``: the store has not been asked to let it join, because agents could not meet. ``hint`` is appended to
-        the error.
+        the error. ``already``: who was missing a moment ago; who is missing only now has given up together with this
+        call.
         """
         inside = key in self._inside
         asked = self._forget(key)
@@ -224,6 +233,9 @@ class PairMachine(Machine[PairPhase]):
         error: EthaError
         before = f"; the epoch before was over at once: {self.unmet_because}" if self.unmet_because else ""
         missing = self.missing(asked)
+        if already is not None:
+            both = {side: set(ranks) & set(already.get(side, ())) for side, ranks in missing.items()}
+            missing = {side: tuple(sorted(ranks)) for side, ranks in both.items() if ranks} or missing
         if inside and self.state is PairPhase.FORMED:
             error = AgentUnavailableError(f"{text}: both sides have come, but their agents had not linked yet{before}")
         elif paused or (inside and self._all_tried(missing)):

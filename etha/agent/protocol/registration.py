@@ -141,13 +141,18 @@ class BatchRegistration(Machine[RegistrationState]):
             self.move(RegistrationState.CLOSED)
         return out
 
-    def expire(self, key: CallKey, *, cancelled: bool, hint: str = "") -> list[BatchEffect]:
-        """A caller's deadline passed, or it cancelled. ``hint`` is appended to the error."""
+    def expire(
+        self, key: CallKey, *, cancelled: bool, hint: str = "", already: frozenset[Member] = frozenset()
+    ) -> list[BatchEffect]:
+        """A caller's deadline passed, or it cancelled. ``hint`` is appended to the error.
+
+        ``already``: who was missing a moment ago. Who is missing only now has given up together with this call.
+        """
         member = self.waiting.pop(key, None)
         if member is None:
             return []
         missing: dict[str, tuple[int, ...]] = {}
-        for side, rank in sorted(self.absent - self.open):
+        for side, rank in sorted((self.absent & already or self.absent) - self.open):
             missing[side] = (*missing.get(side, ()), rank)
         what = "was cancelled" if cancelled else "ended at its deadline"
         text = f"register_tensors of batch {self.batch} by {member[0]} rank {member[1]} {what}"

@@ -29,6 +29,7 @@ from etha.memory.reach import ReachError
 from etha.peer.hub import Hub
 from etha.peer.introductions import MAX_TOKENS, AskTokens, GiveTokens, LostPeer, Meet, Met, Relay
 from etha.peer.keys import Keys
+from etha.peer.messages import Question, VerdictAnswer
 from etha.peer.tokens import TOKEN_BYTES, Tokens
 from etha.peer.wire import Control, Said, Scope, decode, encode
 from etha.store.records import AgentRecord
@@ -257,6 +258,8 @@ class PeerLinks:
             raise AgentUnavailableError(with_note(text, notes)) from None
         finally:
             del self._meetings[key]
+        for agent in links.far:  # what was wrong with a link before is nothing that this epoch needs
+            self._troubles.pop(agent, None)
         self._met[key] = frozenset(others)
         while len(self._met) > _MAX_EPOCHS:
             self._met.popitem(last=False)
@@ -501,17 +504,22 @@ class PeerLinks:
         return next((epoch for epoch, links in self._epochs.items() if agent in links.far), None)
 
     def _send(self, agent: str, scope: Scope, message: Said) -> None:
-        """Over the link to ``agent``, or else through the first hub that is linked. PeerLostError: there is neither."""
+        """Over the link to ``agent``, or else through a hub. PeerLostError: there is neither.
+
+        Through the first hub that is linked; but through all of them where survivors ask each other how a transfer
+        ended, because the first may stand still, which nobody knows yet. Twice heard is once heard there.
+        """
         epoch = (scope.pair, scope.epoch)
         links = self._epochs.get(epoch) or self._over.get(epoch)
         if links is None or agent not in links.far or self.hub.linked(agent):
             return self.hub.send(agent, scope, message)
-        for hub in links.hubs:
-            if self.hub.linked(hub):
-                about = Scope(pair=scope.pair, epoch=scope.epoch)
-                relay = Relay(origin=self.me, to=agent, message=encode(scope, message))
-                return self.hub.send(hub, about, relay)
-        raise PeerLostError(f"{type(message).__name__} not sent to agent {agent}: no hub is linked", reason="died")
+        hubs = [hub for hub in links.hubs if self.hub.linked(hub)]
+        if not hubs:
+            raise PeerLostError(f"{type(message).__name__} not sent to agent {agent}: no hub is linked", reason="died")
+        about = Scope(pair=scope.pair, epoch=scope.epoch)
+        relay = Relay(origin=self.me, to=agent, message=encode(scope, message))
+        for hub in hubs if isinstance(message, Question | VerdictAnswer) else hubs[:1]:
+            self.hub.send(hub, about, relay)
 
     def _relay(self, sender: str, scope: Scope, relay: Relay) -> None:
         """Pass on what an agent says to another, or take what is said to this one."""

@@ -374,13 +374,13 @@ class RegistrationService:
         The worker gets its error last, so that no other rank counts on this registration when the worker registers
         again. The call leaves the registration before the first await, because other ranks may begin it anew meanwhile.
         """
-        hint = ""
-        if not cancelled and registration.machine.absent:
+        hint, already = "", frozenset(registration.machine.absent)
+        if not cancelled and already:
             hint, _ = await asyncio.gather(
                 self._hints.of_batch(registration.pairs[0], registration.name),
                 ends_within(LIMIT, self._look(registration)),  # not every rank of many is announced
             )
-        effects = registration.machine.expire(key, cancelled=cancelled, hint=hint)
+        effects = registration.machine.expire(key, cancelled=cancelled, hint=hint, already=already)
         fails = [effect for effect in effects if isinstance(effect, Fail)]
         for fail in fails:
             registration.drop(fail.call)

@@ -277,12 +277,13 @@ class RendezvousService:
         if key not in known.asked:
             return  # it was answered or has left before this began
         asked = known.asked[key][1]
-        alone = known.machine.absent(known.machine.missing(asked))
+        already = known.machine.missing(asked)
+        alone = known.machine.absent(already)
         hint, _ = await asyncio.gather(
             self._hints.of_pair(known.machine.pair, (asked.side, asked.remote), alone=bool(alone)),
             ends_within(LIMIT, self._read(known)),  # not every rank that comes to a large side is announced
         )
-        self._end_early(known, key, known.machine.expire(key, cancelled=False, hint=hint))
+        self._end_early(known, key, known.machine.expire(key, cancelled=False, hint=hint, already=already))
 
     def _end_early(self, known: _Known, key: CallKey, effects: list[PairEffect]) -> None:
         """Give the rank of a call up, then fail the call.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -216,6 +217,41 @@ async def test_who_has_voted_learns_the_end_through_the_other_hub(both: bool, pa
                 assert isinstance(end, PeerLostError), (member, end)
                 assert end.outcome == ("unknown" if both else "aborted"), (member, end)
                 assert both or "trainer rank 0" in end.message, end
+
+
+async def test_a_coordinator_that_stands_still_after_the_votes_is_no_hub_to_ask_through(pair: str) -> None:
+    """It is the first hub, and those who notice it first ask others who have not noticed yet."""
+    coordinating = ("inference", 0)
+    with served_site() as (site, _), Job(site.env) as job:
+        coordinator = job.start(run_agent, at=coordinating)
+        coordinator.expect("ready")
+        sides, make = cast(site, pair, 0)
+        async with sides:
+            for rank in range(3):  # links that were begun one after the other miss beats one after the other
+                ends = [("trainer", rank), ("inference", 0), ("inference", rank)]
+                for number, (side, other) in enumerate(itertools.pairwise(ends)):
+                    name = f"{pair}.{rank}.{number}"
+                    if side != other:
+                        await asyncio.gather(
+                            sides.clients[side].init_pair(name, "a", "b", 1, (1,), [Replicate()], rank=0),
+                            sides.clients[other].init_pair(name, "b", "a", 1, (1,), [Replicate()], rank=0),
+                        )
+            rows = make()
+            await rows.begin()
+            ask(coordinator, "hold")
+            moves = {
+                member: asyncio.create_task(handle.transfer("recv" if member[0] == "trainer" else "send"))
+                for member, handle in rows.handles.items()
+            }
+            await asyncio.to_thread(coordinator.expect, "voted")
+            send_signal(coordinator.pid, signal.SIGSTOP)
+            others = {member: move for member, move in moves.items() if member != coordinating}
+            async with asyncio.timeout(within(LATER)):
+                found = dict(zip(others, await asyncio.gather(*others.values(), return_exceptions=True), strict=True))
+            send_signal(coordinator.pid, signal.SIGKILL)
+            await asyncio.gather(moves[coordinating], return_exceptions=True)
+        for member, end in found.items():
+            assert isinstance(end, PeerLostError) and end.outcome == "aborted", (member, end)
 
 
 async def test_a_rank_that_closes_ends_the_calls_of_all(site: Site, pair: str) -> None:

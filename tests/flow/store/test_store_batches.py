@@ -195,6 +195,18 @@ async def test_events_are_read_forward_from_where_one_was(store: Store) -> None:
     assert [fields["kind"] for _, fields in await store.events(after=last[0])] == ["again"]
 
 
+async def test_a_batch_of_a_pair_that_counts_anew_can_be_registered(store: Store) -> None:
+    """After a loss of all data the pair counts from one, and an agent puts the batch of an earlier life back."""
+    await store.batches.set_fields("w", "b", {"generation": 7, "epoch": 4, "seq": 5, "state": "registered"})
+    async with redis.asyncio.Redis.from_url(store.url, decode_responses=True) as client:
+        await client.hset(store.keys.pair("w"), mapping={"state": "formed", "epoch": 2})
+        with pytest.raises(PeerLostError, match="pair w is at epoch 4"):
+            await enroll(store, "t", epoch=1)
+        await client.hset(store.keys.pair("w"), "epoch", 1)
+    assert await enroll(store, "t", epoch=1) == await enroll(store, "i", epoch=1) == 8
+    assert await state(store) == ("registered", 8)
+
+
 @asynccontextmanager
 async def announced(store: Store, key: str) -> AsyncIterator[Callable[[], Awaitable[list[str]]]]:
     """What is published on ``key``: all until the moment of the call."""

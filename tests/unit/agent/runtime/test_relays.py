@@ -10,7 +10,7 @@ from etha.agent.protocol.epoch_links import MESH, EpochLinks
 from etha.agent.runtime.peers import PeerLinks
 from etha.errors import PeerLostError
 from etha.peer.introductions import LostPeer, Meet, Met, Relay
-from etha.peer.messages import Done, Question
+from etha.peer.messages import Done, Question, VerdictAnswer
 from etha.peer.wire import Beat, Scope, encode
 
 EPOCH = ("w", 1)
@@ -84,6 +84,14 @@ def test_what_is_said_to_an_agent_without_a_link_goes_through_the_first_hub_that
     one.wires.open.clear()
     one.links.tell("t06", BATCH, Done(seq=5))
     assert len(one.wires.sent) == 4
+
+
+def test_survivors_ask_and_answer_through_all_hubs() -> None:
+    """One of them may stand still, which is not known for seconds: the coordinator that died may be a hub itself."""
+    one = One("t05", "i0", "t00")
+    for message in (Question(seq=1), VerdictAnswer(seq=1, verdict="fenced")):
+        one.links.tell("t06", BATCH, message)
+        assert one.wires.sent[-2:] == [("i0", ABOUT, relayed(message)), ("t00", ABOUT, relayed(message))]
 
 
 def test_a_hub_passes_on_what_its_sender_says_for_itself() -> None:
