@@ -160,9 +160,9 @@ def linked_lines(agents: list[dict[str, Any]]) -> list[str]:
     broken = [(line, link) for line, link in links if link["link"] in BROKEN or link["trouble"]]
     lines = []
     if needed and not any(link["link"] in BROKEN for link in needed):
-        told = sum(link["link"] == "hub" for link in needed)
-        others = f", {told} more agents are told through hubs" if told else ""
-        lines.append(f"linked: all {len(needed) - told} links that formed pairs need are open{others}")
+        through_hubs = sum(link["link"] == "hub" for link in needed)
+        others = f", {through_hubs} more agents are told through hubs" if through_hubs else ""
+        lines.append(f"linked: all {len(needed) - through_hubs} links that formed pairs need are open{others}")
     for line, link in broken:
         what = f"{link['from']} -> {line['device']} of host {line['host']}"
         need = f", needed by {', '.join(line['pairs'])}" if line["pairs"] else ""

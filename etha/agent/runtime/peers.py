@@ -556,12 +556,12 @@ class PeerLinks:
         for other, answer in self._asked.values():
             if other == agent and not answer.done():
                 answer.set_exception(error)
-        told = {
+        others_by_epoch = {
             epoch: links.agents - {self.me, agent}
             for epoch, links in self._epochs.items()
             if self.me in links.hubs and agent in links.agents
         }
         self._on_agent_lost(agent, text, None)
-        for (pair, number), others in told.items():
+        for (pair, number), others in others_by_epoch.items():
             for other in sorted(others):
                 self.tell(other, Scope(pair=pair, epoch=number), LostPeer(agent=agent, text=text[:4000]))

@@ -530,10 +530,10 @@ class RegistrationService:
                 case EvaluateRoster(entries=entries):
                     self._spawn(self._evaluate(registration, dict(entries)))
                 case Declare(verdict=verdict):
-                    told = self._store.batches.verdict(
+                    writing = self._store.batches.verdict(
                         primary, batch, generation, self._me, verdict, expected=len(registration.agents)
                     )
-                    self._spawn(quietly(told))
+                    self._spawn(quietly(writing))
                 case Unenroll(member=(side, rank)):
                     self._spawn(quietly(self._store.batches.unenroll(primary, batch, generation, side, rank)))
                 case Stand(evaluation=evaluation, terms=terms):

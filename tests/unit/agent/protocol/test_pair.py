@@ -188,6 +188,20 @@ def test_a_deadline_says_who_is_missing_and_frees_the_rank() -> None:
     assert ("t", 1) not in world.redis.members
 
 
+def test_who_gives_up_at_the_same_moment_is_not_named() -> None:
+    world = World()
+    keys = {member: world.ask(member) for member in MEMBERS[:2]}
+    world.drain()
+    [first, second] = keys
+    already = world.pair.missing(world.pair.waiting[keys[second]])
+    world.perform(world.pair.expire(keys[first], cancelled=False))
+    world.drain()  # Redis says that it has left
+    world.perform(world.pair.expire(keys[second], cancelled=False, already=already))
+    for key in keys.values():
+        error = world.errors[key]
+        assert isinstance(error, RendezvousTimeoutError) and error.missing == already, error.missing
+
+
 def test_redis_tells_whose_agents_are_gone() -> None:
     """An agent may have no link to the lost one, and hear of it from Redis before a hub tells."""
     world = World()

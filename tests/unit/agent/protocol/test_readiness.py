@@ -110,11 +110,11 @@ def test_counts_say_what_all_readys_say(happened: list[tuple[Any, ...]]) -> None
         kept = {key: (m.verb, m.attempt, m.version, m.edition, m.expects) for key, m in ready.items()}
         assert {key: (m.verb, m.attempt, m.version, m.edition, m.expects) for key, m in readiness} == kept
         ready = dict(readiness)
-        told = judge(ready)
+        judged = judge(ready)
         error = readiness.conflict()
-        assert (told.pop("conflict") in error.message) if error is not None else not told.pop("conflict")
+        assert (judged.pop("conflict") in error.message) if error is not None else not judged.pop("conflict")
         assert error is None or isinstance(error, ProtocolError if "plans" in error.message else TransferError)
-        assert {name: getattr(readiness, name) for name in told if name not in ("missing", "label")} == {
-            name: value for name, value in told.items() if name not in ("missing", "label")
+        assert {name: getattr(readiness, name) for name in judged if name not in ("missing", "label")} == {
+            name: value for name, value in judged.items() if name not in ("missing", "label")
         }
-        assert (readiness.missing(), readiness.label()) == (told["missing"], told["label"])
+        assert (readiness.missing(), readiness.label()) == (judged["missing"], judged["label"])

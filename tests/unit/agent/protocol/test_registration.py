@@ -197,6 +197,20 @@ def test_a_deadline_lists_who_is_missing_but_never_oneself() -> None:
     assert world.batch.state is RegistrationState.CLOSED and not world.entries
 
 
+def test_a_deadline_does_not_list_who_gives_up_at_the_same_moment() -> None:
+    world = World(ONE)
+    key = world.enter(("t", 1))
+    world.publish(("i", 0))
+    world.look()
+    already = frozenset(world.batch.absent)
+    del world.entries["i", 0]
+    world.look()
+    assert world.batch.absent > already
+    world.perform(world.batch.expire(key, cancelled=False, already=already))
+    error = world.expect[key]
+    assert isinstance(error, RendezvousTimeoutError) and error.missing == {"t": (0,)}
+
+
 def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
     world = World(ONE)
     lost = PeerLostError("i rank 0 died", reason="died")
