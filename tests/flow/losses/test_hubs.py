@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -102,35 +102,30 @@ def served_site() -> Iterator[tuple[Site, Server]]:
         yield Site(Way.FAR, directory, server.url), server
 
 
-def cast(site: Site, pair: str, dim: int) -> tuple[Sides, Callable[[], Cast]]:
-    sides = Sides(site, pair, trainer=3, inference=3)
-    return sides, lambda: Cast(sides, dim)
+@contextlib.asynccontextmanager
+async def cast(site: Site, pair: str, dim: int) -> AsyncIterator[Cast]:
+    """A batch that is registered and has moved once."""
+    async with Sides(site, pair, trainer=3, inference=3) as sides:
+        found = Cast(sides, dim)
+        await found.begin()
+        await found.move()
+        yield found
 
 
 async def test_links_are_where_data_flows(rough: Site, pair: str) -> None:
     t, i = ([(side, rank) for rank in range(3)] for side in ("trainer", "inference"))
     hubs = {t[0], i[0]}
-    sides, make = cast(rough, pair, 0)
-    async with sides:
-        rows = make()
+    async with Sides(rough, pair, trainer=3, inference=3) as sides:
+        rows = Cast(sides, 0)
         await sides.meet(device_mesh=(3,), placements=[Shard(0)])
         everybody = set(sides.members)
         before = await rows.links()
         for member in sides.members:
             assert before[member] == (everybody if member in hubs else hubs) - {member}
-        await sides.clients[t[0]].status()
-    sides, make = cast(rough, f"{pair}.rows", 0)
-    async with sides:
-        rows = make()
-        await rows.begin()
-        await rows.move()
+    async with cast(rough, f"{pair}.rows", 0) as rows:
         found = await rows.links()
         assert found[t[1]] == hubs | {i[1]} and found[i[2]] == hubs | {t[2]}
-    sides, make = cast(rough, f"{pair}.columns", 1)
-    async with sides:
-        columns = make()
-        await columns.begin()
-        await columns.move()
+    async with cast(rough, f"{pair}.columns", 1) as columns:
         found = await columns.links()
         assert found[t[1]] >= set(i) and found[i[2]] >= set(t) and t[2] not in found[t[1]]
 
@@ -141,15 +136,11 @@ async def test_everybody_hears_of_an_agent_that_is_lost(how: signal.Signals, awa
     """Those too that have no link to it, and while Redis does not answer, because the hubs tell."""
     victim = ("inference", 2)
     with served_site() as (site, server):
-        sides, make = cast(site, pair, 0)
-        async with sides:
-            rows = make()
-            await rows.begin()
-            await rows.move()
+        async with cast(site, pair, 0) as rows:
             pid = await rows.pid(victim)
             assert victim not in (await rows.links())["trainer", 1]
             waiting = rows.wait_all()
-            await sides.ask_all()
+            await rows.sides.ask_all()
             if away:
                 server.signal(signal.SIGSTOP)
             send_signal(pid, how)
@@ -167,19 +158,15 @@ async def test_everybody_hears_of_an_agent_that_is_lost(how: signal.Signals, awa
 
 
 async def test_a_hub_dies_and_the_next_epoch_has_another(rough: Site, pair: str) -> None:
-    sides, make = cast(rough, pair, 0)
-    async with sides:
-        rows = make()
-        await rows.begin()
-        await rows.move()
+    async with cast(rough, pair, 0) as rows:
         waiting = rows.wait_all()
-        await sides.ask_all()
+        await rows.sides.ask_all()
         os.kill(await rows.pid(("trainer", 0)), signal.SIGKILL)
         async with asyncio.timeout(within(SOON)):
             ends = dict(zip(waiting, await asyncio.gather(*waiting.values(), return_exceptions=True), strict=True))
         for member, end in ends.items():
             assert isinstance(end, AgentLostError if member == ("trainer", 0) else PeerLostError), (member, end)
-        again = Cast(sides, 0)
+        again = Cast(rows.sides, 0)
         await again.begin()
         await again.move()
 
@@ -191,11 +178,7 @@ async def test_who_has_voted_learns_the_end_through_the_other_hub(both: bool, pa
     with served_site() as (site, _), Job(site.env) as job:
         coordinator = job.start(run_agent, at=("trainer", 0))
         coordinator.expect("ready")
-        sides, make = cast(site, pair, 0)
-        async with sides:
-            rows = make()
-            await rows.begin()
-            await rows.move()
+        async with cast(site, pair, 0) as rows:
             links = await rows.links()
             assert ("inference", 2) not in links["trainer", 1] and ("trainer", 2) not in links["trainer", 1]
             ask(coordinator, "hold")
@@ -225,8 +208,7 @@ async def test_a_coordinator_that_stands_still_after_the_votes_is_no_hub_to_ask_
     with served_site() as (site, _), Job(site.env) as job:
         coordinator = job.start(run_agent, at=coordinating)
         coordinator.expect("ready")
-        sides, make = cast(site, pair, 0)
-        async with sides:
+        async with Sides(site, pair, trainer=3, inference=3) as sides:
             for rank in range(3):  # links that were begun one after the other miss beats one after the other
                 ends = [("trainer", rank), ("inference", 0), ("inference", rank)]
                 for number, (side, other) in enumerate(itertools.pairwise(ends)):
@@ -236,7 +218,7 @@ async def test_a_coordinator_that_stands_still_after_the_votes_is_no_hub_to_ask_
                             sides.clients[side].init_pair(name, "a", "b", 1, (1,), [Replicate()], rank=0),
                             sides.clients[other].init_pair(name, "b", "a", 1, (1,), [Replicate()], rank=0),
                         )
-            rows = make()
+            rows = Cast(sides, 0)
             await rows.begin()
             ask(coordinator, "hold")
             moves = {
@@ -256,13 +238,9 @@ async def test_a_coordinator_that_stands_still_after_the_votes_is_no_hub_to_ask_
 
 async def test_a_rank_that_closes_ends_the_calls_of_all(site: Site, pair: str) -> None:
     """What agents without a link say to each other goes through a hub."""
-    sides, make = cast(site, pair, 0)
-    async with sides:
-        rows = make()
-        await rows.begin()
-        await rows.move()
+    async with cast(site, pair, 0) as rows:
         waiting = rows.wait_all()
-        await sides.ask_all()
+        await rows.sides.ask_all()
         await rows.handles["trainer", 2].close()
         ends = await asyncio.gather(*waiting.values(), return_exceptions=True)
         assert all(isinstance(end, PeerLostError) and "trainer rank 2" in end.message for end in ends), ends
@@ -270,34 +248,27 @@ async def test_a_rank_that_closes_ends_the_calls_of_all(site: Site, pair: str) -
 
 async def test_events_of_an_agent_without_a_link_are_told_through_a_hub(pair: str) -> None:
     with served_site() as (site, _):
-        sides, make = cast(site, pair, 0)
-        async with sides:
-            rows = make()
-            await rows.begin()
-            await rows.move()
+        async with cast(site, pair, 0) as rows:
             with environment(site.env("trainer", 1)):
                 settings = Settings.from_env()
             found = await gather(settings, since=0.0, failed=False, timeout=60.0)
             assert not found.notes, found.notes
             moved = [one for one in found.happenings if "committed" in one.text]
-            assert {one.host for one in moved} == {site.way.host(site.way.place(*member)) for member in sides.members}
+            assert {one.host for one in moved} == {
+                site.way.host(site.way.place(*member)) for member in rows.sides.members
+            }
 
 
 async def test_encrypted_data_between_agents_that_have_not_met(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with served_site() as (site, _):
         monkeypatch.setattr(site, "at", lambda place: Site.at(site, place) | {"ETHA_ENCRYPT": "1"})
-        sides, make = cast(site, pair, 1)
-        async with sides:
-            columns = make()
-            await columns.begin()
-            await columns.move()
+        async with cast(site, pair, 1) as columns:
             await columns.move()
 
 
 async def test_partial_sums_cross_between_agents_without_links(site: Site, pair: str) -> None:
-    sides, _ = cast(site, pair, 0)
     parts = {rank: whole(SHAPE, rank) for rank in range(3)}
-    async with sides:
+    async with Sides(site, pair, trainer=3, inference=3) as sides:
         await sides.meet(device_mesh=(3,), trainer={"placements": [Partial()]}, inference={"placements": [Replicate()]})
         held = {m: parts[m[1]] if m[0] == "trainer" else torch.zeros(SHAPE) for m in sides.members}
         handles = await sides.register("b", lambda *m: ({"w": held[m]}, {"shapes": {"w": SHAPE}}))

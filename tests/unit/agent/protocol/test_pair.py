@@ -165,6 +165,16 @@ class World:
                     assert epoch == self.pair.epoch and "call init_pair and register_tensors again" in error.message
 
 
+def formed_world() -> tuple[World, PairView]:
+    """All have come; what Redis says then."""
+    world = World()
+    for member in MEMBERS:
+        world.ask(member)
+    world.drain()
+    assert world.pair.view is not None
+    return world, world.pair.view
+
+
 def test_all_come_and_the_pair_forms() -> None:
     world = World()
     keys = [world.ask(member) for member in MEMBERS]
@@ -204,24 +214,14 @@ def test_who_gives_up_at_the_same_moment_is_not_named() -> None:
 
 def test_redis_tells_whose_agents_are_gone() -> None:
     """An agent may have no link to the lost one, and hear of it from Redis before a hub tells."""
-    world = World()
-    for member in MEMBERS:
-        world.ask(member)
-    world.drain()
-    formed = world.pair.view
-    assert formed is not None
+    world, formed = formed_world()
     lost = replace(formed, state="lost", reason="died", error="the agent of i rank 0 is gone", culprits=(("i", 0),))
     [broken] = [e for e in world.pair.viewed(lost) if isinstance(e, Broken)]
     assert broken.error.reason == "died" and broken.error.culprits == (("i", 0),)
 
 
 def test_who_was_displaced_hears_relaunched_however_the_next_epoch_ended() -> None:
-    world = World()
-    for member in MEMBERS:
-        world.ask(member)
-    world.drain()
-    formed = world.pair.view
-    assert formed is not None
+    world, formed = formed_world()
     later = replace(formed, epoch=2, state="lost", reason="closed", error="t rank 0 was closed", sides={})
     [broken] = [e for e in world.pair.viewed(later) if isinstance(e, Broken)]
     assert (broken.epoch, broken.error.reason) == (1, "relaunched")
@@ -230,12 +230,7 @@ def test_who_was_displaced_hears_relaunched_however_the_next_epoch_ended() -> No
 
 
 def test_a_call_of_an_older_epoch_hears_relaunched_when_the_newer_one_has_closed() -> None:
-    world = World()
-    for member in MEMBERS:
-        world.ask(member)
-    world.drain()
-    formed = world.pair.view
-    assert formed is not None
+    world, formed = formed_world()
     world.pair.viewed(replace(formed, epoch=2))
     world.pair.viewed(replace(formed, epoch=2, state="lost", reason="closed", error="t rank 0 was closed", sides={}))
     for epoch, reason in ((1, "relaunched"), (2, "closed")):
