@@ -513,13 +513,16 @@ class PeerLinks:
         links = self._epochs.get(epoch) or self._over.get(epoch)
         if links is None or agent not in links.far or self.hub.linked(agent):
             return self.hub.send(agent, scope, message)
-        hubs = [hub for hub in links.hubs if self.hub.linked(hub)]
-        if not hubs:
-            raise PeerLostError(f"{type(message).__name__} not sent to agent {agent}: no hub is linked", reason="died")
         about = Scope(pair=scope.pair, epoch=scope.epoch)
         relay = Relay(origin=self.me, to=agent, message=encode(scope, message))
-        for hub in hubs if isinstance(message, Question | VerdictAnswer) else hubs[:1]:
-            self.hub.send(hub, about, relay)
+        sent = False
+        for hub in filter(self.hub.linked, links.hubs):
+            if not sent or isinstance(message, Question | VerdictAnswer):
+                with suppress(PeerLostError):  # its link ends by this
+                    self.hub.send(hub, about, relay)
+                    sent = True
+        if not sent:
+            raise PeerLostError(f"{type(message).__name__} not sent to agent {agent}: no hub is linked", reason="died")
 
     def _relay(self, sender: str, scope: Scope, relay: Relay) -> None:
         """Pass on what an agent says to another, or take what is said to this one."""

@@ -24,13 +24,15 @@ class Wires:
 
     def __init__(self, *linked: str) -> None:
         self.open = set(linked)
+        #: Those whose link takes no more messages.
+        self.full: set[str] = set()
         self.sent: list[tuple[str, Scope, Any]] = []
 
     def linked(self, agent: str) -> bool:
         return agent in self.open
 
     def send(self, agent: str, scope: Scope, message: Any) -> None:
-        if agent not in self.open:
+        if agent not in self.open or agent in self.full:
             raise PeerLostError("no link", reason="died")
         self.sent.append((agent, scope, message))
 
@@ -92,6 +94,11 @@ def test_survivors_ask_and_answer_through_all_hubs() -> None:
     for message in (Question(seq=1), VerdictAnswer(seq=1, verdict="fenced")):
         one.links.tell("t06", BATCH, message)
         assert one.wires.sent[-2:] == [("i0", ABOUT, relayed(message)), ("t00", ABOUT, relayed(message))]
+    one.wires.full.add("i0")
+    for message in (Question(seq=2), Done(seq=2)):
+        one.links.tell("t06", BATCH, message)
+        assert one.wires.sent[-1] == ("t00", ABOUT, relayed(message)), "a hub that takes nothing is passed over"
+    assert len(one.wires.sent) == 6
 
 
 def test_a_hub_passes_on_what_its_sender_says_for_itself() -> None:
