@@ -78,9 +78,6 @@ class Readiness:
     def __iter__(self) -> Iterator[tuple[Key, Ready]]:
         return iter(self._all.items())
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._all
-
     def get(self, key: Key) -> Ready | None:
         """What an agent says of a side; None if it has said nothing, or has taken it back."""
         return self._all.get(key)

@@ -54,10 +54,14 @@ class EpochLinks:
         """Agents to which there may be no link."""
         return self.agents - self.near - {self.me}
 
+    def is_far(self, agent: str) -> bool:
+        """Whether an agent is one of ``far``, which is asked for each message."""
+        return agent in self.agents and agent not in self.near and agent != self.me
+
     def relays(self, sender: str, origin: str, to: str) -> bool:
         """Whether this agent passes on what ``sender`` says in the name of ``origin`` to ``to``."""
         return self.me in self.hubs and sender == origin and {origin, to} <= self.agents
 
     def accepts(self, sender: str, origin: str) -> bool:
         """Whether this agent believes ``sender`` what it says of ``origin``, or in its name."""
-        return sender in self.hubs and origin in self.far
+        return sender in self.hubs and self.is_far(origin)

@@ -501,7 +501,7 @@ class PeerLinks:
 
     def reach(self, agent: str) -> Epoch | None:
         """An epoch through whose hubs an agent without a link is told; None if there is none."""
-        return next((epoch for epoch, links in self._epochs.items() if agent in links.far), None)
+        return next((epoch for epoch, links in self._epochs.items() if links.is_far(agent)), None)
 
     def _send(self, agent: str, scope: Scope, message: Said) -> None:
         """Over the link to ``agent``, or else through a hub. PeerLostError: there is neither.
@@ -511,7 +511,7 @@ class PeerLinks:
         """
         epoch = (scope.pair, scope.epoch)
         links = self._epochs.get(epoch) or self._over.get(epoch)
-        if links is None or agent not in links.far or self.hub.linked(agent):
+        if links is None or not links.is_far(agent) or self.hub.linked(agent):
             return self.hub.send(agent, scope, message)
         about = Scope(pair=scope.pair, epoch=scope.epoch)
         relay = Relay(origin=self.me, to=agent, message=encode(scope, message))
