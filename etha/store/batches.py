@@ -13,7 +13,7 @@ from etha.config import MAX_WORLD, NAME
 from etha.errors import ConfigError, ProtocolError
 from etha.store.connect import Client, RedisConnection
 from etha.store.keys import REGISTRATION_LEASE
-from etha.store.reading import MAX_FIELD
+from etha.store.reading import MAX_FIELD, FieldReader
 from etha.store.rosters import BATCH_FIELDS, MAX_LAYOUT, MAX_NAMES, BatchView, Roster, version_to_text
 from etha.store.session import StoreSession
 
@@ -133,6 +133,7 @@ class BatchRecords:
         generation = int(done["generation"])
         self._session.owned.remember_batch(pair, batch, {"generation": str(generation), "epoch": str(epoch)})
         self._session.owned.enrolled[pair, batch, side, rank] = generation
+        self._session.owned.forget_verdicts(pair, batch)
         self._session.owned.registration_keys.add(self._keys.roster(pair, batch, generation))
         return generation
 
@@ -145,6 +146,7 @@ class BatchRecords:
         """
         if self._session.owned.enrolled.get((pair, batch, side, rank)) == generation:
             del self._session.owned.enrolled[pair, batch, side, rank]
+            self._session.owned.forget_verdicts(pair, batch)
             self._session.owned.forget_batches()
             if not self._session.owned.enrolled:
                 self._session.owned.registration_keys.clear()
@@ -161,13 +163,17 @@ class BatchRecords:
     async def roster(self, pair: str, batch: str, generation: int, *, timeout: float | None = None) -> Roster:
         """Who has come in this generation, and what the agents computed. Readable until all have come to the next
         one."""
-        key = self._keys.roster(pair, batch, generation)
+        key, whole = self._keys.roster(pair, batch, generation), self._keys.batch(pair, batch)
 
         async def read(client: Client) -> Roster:
-            size = int(await client.hlen(key))
-            if size > 4 * MAX_WORLD:
+            pipe = client.pipeline(transaction=False)
+            pipe.hlen(key)
+            pipe.hget(whole, "generation")
+            size, newest = await pipe.execute()
+            if int(size) > 4 * MAX_WORLD:
                 raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {4 * MAX_WORLD} are possible")
-            return Roster.from_redis(key, generation, await client.hgetall(key))
+            newest = FieldReader(whole, {"generation": newest or "0"}).integer("generation")
+            return Roster.from_redis(key, generation, await client.hgetall(key), newest)
 
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 
@@ -183,6 +189,21 @@ class BatchRecords:
         timeout: float | None = None,
     ) -> None:
         """Publish the digest of the plan that ``agent`` computed for this generation. ``expected`` agents do that."""
+        self._session.owned.verdicts[pair, batch, generation] = (agent, digest, expected)
+        await self._write_verdict((pair, batch, generation), timeout)
+
+    async def restore_verdicts(self, timeout: float) -> None:
+        """Publish once more what this agent computed for the registrations that its ranks have open: others may not
+        have read it before Redis lost it."""
+        for key in list(self._session.owned.verdicts):
+            await self._write_verdict(key, timeout)
+
+    async def _write_verdict(self, of: tuple[str, str, int], timeout: float | None) -> None:
+        found = self._session.owned.verdicts.get(of)
+        if found is None:
+            return
+        pair, batch, generation = of
+        agent, digest, expected = found
         keys = [self._keys.batch(pair, batch), self._keys.roster(pair, batch, generation)]
         request = {"agent": agent, "verdict": digest, "expected": expected}
         await self._session.script("verdict", keys, request, timeout)

@@ -174,6 +174,7 @@ class AgentRecords:
                 log.warning("%s rank %d of pair %s is not put back: %s", side, rank, pair, error)
         for (pair, batch), fields in list(self._session.owned.batches.items()):
             await self._batches.write(pair, batch, fields, timeout)
+        await self._batches.restore_verdicts(timeout)
         await self._groups.restore(timeout)
         await self._publications.restore(timeout)
         self._run_id = run_id

@@ -85,15 +85,19 @@ def version_from_text(text: str) -> int | str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roster:
-    """One registration: the record of each (side, rank), and for each agent the digest of the plan that it computed."""
+    """One registration: the record of each (side, rank), and for each agent the digest of the plan that it computed.
+
+    ``newest`` is the generation of the batch now; 0 if Redis does not know the batch.
+    """
 
     generation: int
     entries: Mapping[tuple[str, int], str]
     verdicts: Mapping[str, str]
     closed: frozenset[tuple[str, int]] = frozenset()
+    newest: int = 0
 
     @classmethod
-    def from_redis(cls, key: str, generation: int, values: Mapping[str, str]) -> Roster:
+    def from_redis(cls, key: str, generation: int, values: Mapping[str, str], newest: int = 0) -> Roster:
         """From the hash at ``key``. ProtocolError names the field that is wrong."""
         read = FieldReader(key, values)
         entries, verdicts, closed = {}, {}, set()
@@ -111,5 +115,9 @@ class Roster:
                 else:
                     entries[side, number] = read.text(name)
         return cls(
-            generation=generation, entries=dict(sorted(entries.items())), verdicts=verdicts, closed=frozenset(closed)
+            generation=generation,
+            entries=dict(sorted(entries.items())),
+            verdicts=verdicts,
+            closed=frozenset(closed),
+            newest=newest,
         )

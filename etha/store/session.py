@@ -37,6 +37,8 @@ class Owned:
     batches: OrderedDict[tuple[str, str], dict[str, str]] = field(default_factory=OrderedDict)
     enrolled: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
     registration_keys: set[str] = field(default_factory=set)
+    #: (pair, batch, generation) -> (agent, verdict, number of agents), while a rank of ours is enrolled in it.
+    verdicts: dict[tuple[str, str, int], tuple[str, str, int]] = field(default_factory=dict)
 
     def see(self, view: PairView) -> None:
         """Remember what a read of a pair says about our ranks."""
@@ -51,6 +53,12 @@ class Owned:
     def remember_batch(self, pair: str, batch: str, fields: dict[str, str]) -> None:
         self.batches.setdefault((pair, batch), {}).update(fields)
         self.batches.move_to_end((pair, batch))
+
+    def forget_verdicts(self, pair: str, batch: str) -> None:
+        """Drop the verdicts of a batch's registrations in which no rank of ours is enrolled any more."""
+        for key in [key for key in self.verdicts if key[:2] == (pair, batch)]:
+            if not any(of[:2] == key[:2] and generation == key[2] for of, generation in self.enrolled.items()):
+                del self.verdicts[key]
 
     def forget_batches(self) -> None:
         """Drop the oldest batches in which no rank of ours is enrolled, beyond ``MAX_CLOSED``."""

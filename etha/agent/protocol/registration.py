@@ -64,7 +64,14 @@ class Unenroll:
     member: Member
 
 
-BatchEffect = Answer | Fail | EvaluateRoster | Declare | Stand | Unenroll
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnrolAgain:
+    """Enter this call's rank anew, in whatever generation the others wait by now: Redis has lost its entry."""
+
+    call: CallKey
+
+
+BatchEffect = Answer | Fail | EvaluateRoster | Declare | Stand | Unenroll | EnrolAgain
 
 
 #: The states that any unfinished registration may change to.
@@ -109,14 +116,35 @@ class BatchRegistration(Machine[RegistrationState]):
         self.open.add(member)
         return self._answer_all() if self.state is RegistrationState.REGISTERED else []
 
-    def rostered(self, entries: Mapping[Member, str], verdicts: Mapping[str, str]) -> list[BatchEffect]:
-        """The roster's current content."""
+    def rostered(
+        self, entries: Mapping[Member, str], verdicts: Mapping[str, str], newest: int = 0
+    ) -> list[BatchEffect]:
+        """The roster's current content. ``newest`` is the batch's latest generation; 0 if Redis has lost it."""
+        if lost := self._lost(entries, newest):
+            for key in lost:
+                self.open.discard(self.waiting.pop(key))
+            if not self.open:
+                self.move(RegistrationState.CLOSED)
+            return [EnrolAgain(call=key) for key in lost]
         self._verdicts = verdicts
         self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
         if self.state is RegistrationState.ENROLLING and not self.absent:
             self.move(RegistrationState.EVALUATING)
             return [EvaluateRoster(entries=entries)]
         return self._agree()
+
+    def _lost(self, entries: Mapping[Member, str], newest: int) -> list[CallKey]:
+        """The calls whose ranks must enter again, because Redis has lost entries of this generation.
+
+        Once all entries were read, only verdicts are missing, which agents put back. But an agent that had not read
+        all of them enters anew, in a later generation, and then all go there.
+        """
+        missing = [key for key, member in self.waiting.items() if member not in entries]
+        if self.state is RegistrationState.ENROLLING:
+            whole = len(entries) == sum(len(ranks) for ranks in self.agents.values())
+            return list(self.waiting) if newest > self.generation and not whole else missing
+        between = (RegistrationState.EVALUATING, RegistrationState.AGREEING)
+        return list(self.waiting) if missing and newest > self.generation and self.state in between else []
 
     def evaluated(self, evaluation: Evaluation, verdict: Capabilities | None = None) -> list[BatchEffect]:
         """The plans of both directions, or why there are none. ``verdict`` is given if several agents must agree."""

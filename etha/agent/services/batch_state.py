@@ -23,7 +23,7 @@ from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferR
 from etha.agent.runtime.sessions import WorkerSession
 from etha.agent.runtime.transports import BatchTransport, NcclBatchTransport
 from etha.agent.runtime.verification import ReceivedSums
-from etha.bus.messages import AttachShadows, AttachSnapshot
+from etha.bus.messages import AttachShadows, AttachSnapshot, Register
 from etha.errors import EthaError, PeerLostError, ProtocolError
 from etha.memory.cuda import Mappings
 from etha.memory.handles import TensorHandle
@@ -164,6 +164,22 @@ class RunningProgram:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enrolment:
+    """A local rank's call of ``register_tensors``, at these ``epochs`` of its pairs.
+
+    ``deadline`` is loop time. ``box`` holds the registration in which the rank waits, and is empty until it does.
+    """
+
+    session: WorkerSession
+    key: CallKey
+    member: Member
+    epochs: Mapping[str, int]
+    message: Register
+    deadline: float
+    box: list[LocalRegistration]
+
+
 @dataclass(slots=True, kw_only=True)
 class LocalRegistration:
     """One ``generation`` of a batch, from its first rank's enrolment here until the last rank here has left.
@@ -180,6 +196,8 @@ class LocalRegistration:
     shared_tensors: SharedTensors
     shared_snapshots: SharedSnapshots
     tensors: dict[Member, Tensors] = field(default_factory=dict)
+    #: What the calls that have not been answered yet ask for.
+    enrolments: dict[CallKey, Enrolment] = field(default_factory=dict)
     #: Highest transfer number before this registration, from Redis.
     seq: int = 0
     #: What other agents said before this one knew that all agree.
@@ -262,6 +280,7 @@ class LocalRegistration:
 
     def drop(self, key: CallKey) -> None:
         """A registration failed for one worker: remove its tensors."""
+        self.enrolments.pop(key, None)
         for member in [m for m, t in self.tensors.items() if t.session.key == key[0]]:
             session = self.tensors.pop(member).session
             if session.batches.get(self.name) == (self.pairs[0], self.generation):
@@ -290,6 +309,7 @@ class LocalRegistration:
     def forget(self) -> None:
         """Closed: only the outcome of the last transfer is kept, because others may still ask for it."""
         self.tensors = {}
+        self.enrolments.clear()
         self.early.clear()
         self.machine.forget()
         if self.registered is not None:

@@ -26,7 +26,15 @@ from etha.agent.protocol.capabilities import Terms
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member
 from etha.agent.protocol.evaluation import Evaluation
 from etha.agent.protocol.records import Manifest, Record
-from etha.agent.protocol.registration import BatchEffect, Declare, EvaluateRoster, RegistrationState, Stand, Unenroll
+from etha.agent.protocol.registration import (
+    BatchEffect,
+    Declare,
+    EnrolAgain,
+    EvaluateRoster,
+    RegistrationState,
+    Stand,
+    Unenroll,
+)
 from etha.agent.runtime import tasks
 from etha.agent.runtime.gc_scheduler import GcScheduler
 from etha.agent.runtime.host_sharing import exhibits
@@ -34,7 +42,7 @@ from etha.agent.runtime.peers import Epoch, PeerLinks
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import quietly
 from etha.agent.runtime.tasks import Spawn, ends_within, outage
-from etha.agent.services.batch_state import Field, Key, LocalRegistration, RegisteredBatch, Tensors
+from etha.agent.services.batch_state import Enrolment, Field, Key, LocalRegistration, RegisteredBatch, Tensors
 from etha.agent.services.hints import LIMIT, Hints
 from etha.agent.services.manifests import ManifestCache
 from etha.agent.services.planning import plan
@@ -112,7 +120,10 @@ class RegistrationService:
         box: list[LocalRegistration] = []
         call = _called(message, member)
         key = self._calls.open(session.peer, request, lambda key, expired: self._ended(call, box, key, expired))
-        self._spawn(self._enroll(session, key, member, epochs, message, request.deadline, box))
+        enrolment = Enrolment(
+            session=session, key=key, member=member, epochs=epochs, message=message, deadline=request.deadline, box=box
+        )
+        self._spawn(self._enroll(enrolment))
 
     def attach(self, session: WorkerSession, request: Request, message: AttachShadows | AttachSnapshot) -> None:
         """Take the memory into which a worker receives an atomic batch, or in which it keeps snapshots."""
@@ -427,16 +438,9 @@ class RegistrationService:
             self._memory.note_lost(key, _forsaken(text))
         await self._forsaking.tell(scope, set(agents) - {self._me}, text, asyncio.get_running_loop().time())
 
-    async def _enroll(
-        self,
-        session: WorkerSession,
-        key: CallKey,
-        member: Member,
-        epochs: Mapping[str, int],
-        message: Register,
-        deadline: float,
-        box: list[LocalRegistration],
-    ) -> None:
+    async def _enroll(self, enrolment: Enrolment) -> None:
+        session, key, member, message = enrolment.session, enrolment.key, enrolment.member, enrolment.message
+        epochs, deadline = enrolment.epochs, enrolment.deadline
         turn = self._enrolling.setdefault((message.pairs[0], message.batch, member), asyncio.Lock())
         async with turn:
             try:
@@ -491,7 +495,8 @@ class RegistrationService:
                 for agent, said in self._memory.held(registration.key):
                     self.hear(agent, registration.scope, said)
                 self._spawn(self._follow(registration))
-            box.append(registration)
+            enrolment.box.append(registration)
+            registration.enrolments[key] = enrolment
             registration.tensors[member] = Tensors(
                 session,
                 {entry.name: entry.handle for entry in message.entries},
@@ -514,7 +519,7 @@ class RegistrationService:
         """Read the roster."""
         try:
             roster = await self._store.batches.roster(*registration.key)
-            self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts))
+            self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts, roster.newest))
         except EthaError as error:
             outage(log, "batch %s: the roster could not be read: %s", registration.name, error)
 
@@ -523,10 +528,17 @@ class RegistrationService:
         for effect in effects:
             match effect:
                 case Answer(call=key, message=message):
+                    registration.enrolments.pop(key, None)
                     self._calls.answer(key, message)
                 case Fail(call=key, error=error):
                     registration.drop(key)
                     self._calls.fail(key, error)
+                case EnrolAgain(call=key):
+                    enrolment = registration.enrolments[key]
+                    log.info("%s: Redis has lost its entry", _called(enrolment.message, enrolment.member))
+                    registration.drop(key)
+                    enrolment.box.clear()
+                    self._spawn(self._enroll(enrolment))
                 case EvaluateRoster(entries=entries):
                     self._spawn(self._evaluate(registration, dict(entries)))
                 case Declare(verdict=verdict):

@@ -82,8 +82,8 @@ class FaultMember:
         self._seam: Seam | None = None
         self._rank = self._size = 0
         self._loader: Any = None
-        #: The number of the call that is made now; 0: there is none.
-        self._call = 0
+        #: The number of the call that is made now, until "waiting" was said of it; else 0.
+        self._unsaid = 0
         #: The last call that failed, and what its outputs held then.
         self._failed: tuple[FaultCall, list[Any]] | None = None
         self._work: Any = None
@@ -91,6 +91,7 @@ class FaultMember:
     def serve(self) -> None:
         """Do what the test says until it closes the pipe."""
         if self._kind != "ProcessGroupEtha":
+            self._tell_of_waits()
             signal.signal(signal.SIGINT, _interrupt)
         threading.Thread(target=self._hear, daemon=True).start()
         while True:
@@ -150,7 +151,7 @@ class FaultMember:
 
     def make(self, order: CallOrder) -> None:
         """Make one call, wait for it, say how it ended."""
-        self._call = order.number
+        self._unsaid = order.number if self._seam is None else 0
         numel = (LARGE if order.large else SMALL) + order.odd
         kind = "allreduce" if order.odd and order.kind == "barrier" else order.kind
         call = fault_call(kind, self._rank, self._size, numel, order.root, order.peer)
@@ -161,33 +162,35 @@ class FaultMember:
                 threading.Thread(target=self._watch, args=(order.number, self._sent()), daemon=True).start()
             work = call.make(self._group)
             if order.aside:
-                if self._seam is None:
-                    self.say("waiting", order.number)
+                self._say_that_it_waits()
                 self._work = work
                 return
-            if self._seam is None:
-                threading.Thread(
-                    target=self._tell_of_the_wait, args=(order.number, threading.get_ident()), daemon=True
-                ).start()
             work.wait() if order.wait is None else work.wait(timedelta(seconds=order.wait))
         except BaseException as error:
             self._say_end(call, error)
         else:
             self._say_end(call, None)
 
-    def _tell_of_the_wait(self, number: int, thread: int) -> None:
-        """Say "waiting" once the call's thread is in the wait: a Ctrl-C before it concerns no call."""
+    def _tell_of_waits(self) -> None:
+        """Have the wait of a call say "waiting" from inside, because a Ctrl-C before it concerns no call."""
         from etha.groups.work import GroupWork
 
-        while (
-            GroupWork._wait_for_end.__code__ not in _codes(sys._current_frames().get(thread)) and self._call == number
-        ):
-            os.sched_yield()
-        self.say("waiting", number)
+        wait = GroupWork._wait_for_end
+
+        def wait_for_end(work: GroupWork, timeout: timedelta | None) -> None:
+            self._say_that_it_waits()
+            wait(work, timeout)
+
+        GroupWork._wait_for_end = wait_for_end  # type: ignore[method-assign]
+
+    def _say_that_it_waits(self) -> None:
+        number, self._unsaid = self._unsaid, 0
+        if number:
+            self.say("waiting", number)
 
     def _say_end(self, call: FaultCall, error: BaseException | None) -> None:
         at = time.monotonic()
-        self._call = 0
+        self._say_that_it_waits()  # it had ended before its wait began
         sticks = self._group.errored() is not None
         if error is not None:
             self._failed = call, call.keep()

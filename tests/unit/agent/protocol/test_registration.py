@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from etha.agent.protocol.machine import ImpossibleMove
 from etha.agent.protocol.registration import (
     BatchRegistration,
     Declare,
+    EnrolAgain,
     EvaluateRoster,
     RegistrationState,
     Stand,
@@ -62,6 +65,7 @@ class World:
         self.batch = BatchRegistration("'b' of pair 'p'", me="a", agents=agents)
         self.entries: dict[Member, str] = {}
         self.verdicts: dict[str, str] = {}
+        self.newest = 0
         self.complete = False
         self.waiting: dict[tuple[str, int], Member] = {}
         self.expect: dict[tuple[str, int], Any] = {}
@@ -82,7 +86,7 @@ class World:
         self.complete = self.complete or len(self.entries) == len(self.everybody)
 
     def look(self) -> None:
-        self.perform(self.batch.rostered(dict(self.entries), dict(self.verdicts)))
+        self.perform(self.batch.rostered(dict(self.entries), dict(self.verdicts), self.newest))
 
     def plan(self, refused: bool = False) -> None:
         self.evaluating = False
@@ -99,6 +103,9 @@ class World:
                 case Fail(call=key, error=error):
                     assert self.waiting.pop(key), f"{key} answered twice"
                     self.expect[key] = error
+                case EnrolAgain(call=key):
+                    assert self.waiting.pop(key), f"{key} answered, and entered again"
+                    self.expect[key] = effect
                 case EvaluateRoster(entries=entries):
                     assert set(entries) == set(self.everybody) and not self.evaluating
                     self.evaluating = True
@@ -211,6 +218,40 @@ def test_a_deadline_does_not_list_who_gives_up_at_the_same_moment() -> None:
     assert isinstance(error, RendezvousTimeoutError) and error.missing == {"t": (0,)}
 
 
+def test_a_rank_whose_entry_is_lost_enters_again() -> None:
+    world = World(TWO)
+    keys = [world.enter(member) for member in world.locals]
+    world.look()
+    assert not world.expect
+    world.entries.clear()
+    world.look()
+    assert [world.expect[key] for key in keys] == [EnrolAgain(call=key) for key in keys]
+    assert world.batch.state is RegistrationState.CLOSED
+
+
+def test_a_rank_that_waits_in_an_older_generation_follows_the_others() -> None:
+    world = World(TWO)
+    key = world.enter(world.locals[0])
+    world.newest = 1
+    world.look()
+    assert isinstance(world.expect[key], EnrolAgain)
+
+
+def test_who_has_read_all_entries_goes_on_until_somebody_enters_again() -> None:
+    world = World(TWO)
+    keys = [world.enter(member) for member in world.locals]
+    world.publish(("i", 0))
+    world.look()
+    world.entries.clear()
+    world.look()
+    world.plan()
+    world.look()
+    assert world.batch.state is RegistrationState.AGREEING
+    world.newest = 1
+    world.look()
+    assert [world.expect[key] for key in keys] == [EnrolAgain(call=key) for key in keys]
+
+
 def test_a_lost_pair_ends_every_caller_and_refuses_more() -> None:
     world = World(ONE)
     lost = PeerLostError("i rank 0 died", reason="died")
@@ -294,6 +335,13 @@ class Walk(RuleBasedStateMachine):
             del world.waiting[key]  # its client is closed: nobody waits for an answer
         world.perform(world.batch.close(member))
 
+    @rule(newest=st.integers(0, 1))
+    def empty(self, newest: int) -> None:
+        """Redis loses its data, and somebody may have entered anew."""
+        self.world.entries.clear()
+        self.world.verdicts.clear()
+        self.world.newest = newest
+
     @rule()
     def lose(self) -> None:
         self.world.perform(self.world.batch.break_up(PeerLostError("gone", reason="died")))
@@ -330,3 +378,141 @@ class Walk(RuleBasedStateMachine):
 
 TestWalk = Walk.TestCase
 TestWalk.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+
+
+# ---- several agents, and a Redis that may lose its data: whatever the order, all ranks meet ------
+
+THREE = {"t": ("a", "b"), "i": ("c", "c")}
+RANKS: list[Member] = [(side, rank) for side, ranks in THREE.items() for rank in range(len(ranks))]
+
+
+class BatchInRedis:
+    """What enroll.lua, verdict.lua and the putting back of batches do to one batch, in one epoch."""
+
+    def __init__(self) -> None:
+        self.lose()
+
+    def lose(self) -> None:
+        self.generation, self.state = 0, ""
+        self.entries: dict[int, dict[Member, str]] = {}
+        self.verdicts: dict[int, dict[str, str]] = {}
+
+    def enroll(self, member: Member, known: int) -> int:
+        generation = max(self.generation, known)
+        if not (self.state == "registering" and self.generation == generation):
+            self.generation, self.state = generation + 1, "registering"
+        entries = self.entries.setdefault(self.generation, {})
+        entries[member] = "{}"
+        if len(entries) == len(RANKS):
+            self.state = "registered"
+        return self.generation
+
+    def restore(self, generation: int) -> None:
+        self.generation = max(self.generation, generation)
+
+
+class EnrollingAgent:
+    """One agent: its machines by generation, its ranks' calls, and what it remembers for Redis."""
+
+    def __init__(self, name: str, redis: BatchInRedis) -> None:
+        self.name, self.redis = name, redis
+        self.known = 0
+        self.machines: dict[int, BatchRegistration] = {}
+        self.verdicts: dict[int, str] = {}
+        self.planning: list[BatchRegistration] = []
+        self.entering = [member for member in RANKS if THREE[member[0]][member[1]] == name]
+        self.answered: dict[Member, int] = {}
+
+    def enter(self) -> None:
+        member = self.entering.pop(0)
+        self.known = generation = self.redis.enroll(member, self.known)
+        self.verdicts = {number: text for number, text in self.verdicts.items() if number == generation}
+        machine = self.machines.get(generation)
+        if machine is None:
+            machine = BatchRegistration("b", me=self.name, agents=THREE, generation=generation)
+            self.machines[generation] = machine
+        self.perform(machine, machine.enrolled((f"{member[0]}{member[1]}", generation), member))
+
+    def look(self) -> None:
+        for generation, machine in list(self.machines.items()):
+            entries = dict(self.redis.entries.get(generation, {}))
+            verdicts = dict(self.redis.verdicts.get(generation, {}))
+            self.perform(machine, machine.rostered(entries, verdicts, self.redis.generation))
+
+    def plan(self) -> None:
+        machine = self.planning.pop(0)
+        mine = Capabilities(digest=evaluation().digest, staging=100, streams=4)
+        self.perform(machine, machine.evaluated(evaluation(), mine))
+
+    def restore(self) -> None:
+        self.redis.restore(self.known)
+        for generation, text in self.verdicts.items():
+            self.redis.verdicts.setdefault(generation, {})[self.name] = text
+
+    def perform(self, machine: BatchRegistration, effects: list[Any]) -> None:
+        for effect in effects:
+            match effect:
+                case EnrolAgain(call=(name, _)):
+                    self.entering.append((name[0], int(name[1:])))
+                case EvaluateRoster():
+                    self.planning.append(machine)
+                case Declare(verdict=text):
+                    self.verdicts[machine.generation] = text
+                    self.redis.verdicts.setdefault(machine.generation, {})[self.name] = text
+                case Answer(call=(name, _)):
+                    member = (name[0], int(name[1:]))
+                    assert member not in self.answered, "answered twice"
+                    self.answered[member] = machine.generation
+                case Fail(error=error):
+                    raise AssertionError(f"nobody gave up, but {error}")
+        if machine.state is RegistrationState.CLOSED:
+            self.machines.pop(machine.generation, None)
+
+    def possible(self) -> Iterator[Callable[[EnrollingAgent], None]]:
+        if self.entering:
+            yield EnrollingAgent.enter
+        if self.planning:
+            yield EnrollingAgent.plan
+        if any(machine.state is not RegistrationState.REGISTERED for machine in self.machines.values()):
+            yield EnrollingAgent.look
+
+
+@pytest.mark.parametrize("losses", range(4))
+def test_all_ranks_meet_in_one_generation_whatever_redis_loses(losses: int) -> None:
+    for seed in range(examples(500)):
+        meet_whatever_is_lost(Random(seed), losses)
+
+
+def meet_whatever_is_lost(random: Random, losses: int) -> None:
+    """One order of steps. Agents that were started anew remember no generation, others have been through some."""
+    redis, story = BatchInRedis(), list[str]()
+    agents = [EnrollingAgent(name, redis) for name in "abc"]
+    for agent in agents:
+        agent.known = random.randrange(4)
+        story.append(f"{agent.name} knows {agent.known}")
+    forgotten: set[str] = set()
+
+    def do(agent: EnrollingAgent, step: Callable[[EnrollingAgent], None]) -> None:
+        story.append(f"{agent.name} {step.__name__}")
+        step(agent)
+        if step is EnrollingAgent.restore:
+            forgotten.discard(agent.name)
+
+    while steps := [
+        (agent, step)
+        for agent in agents
+        for step in [*agent.possible(), *([EnrollingAgent.restore] if agent.name in forgotten else [])]
+    ]:
+        if losses and random.random() < 0.15:
+            losses -= 1
+            redis.lose()
+            story.append("Redis loses its data")
+            forgotten = {agent.name for agent in agents}
+        elif len(story) > 400:
+            break
+        else:
+            do(*random.choice(steps))
+    answers = {member: generation for agent in agents for member, generation in agent.answered.items()}
+    taken = "; ".join(story[:60])
+    assert sorted(answers) == sorted(RANKS), f"still waiting: {sorted(set(RANKS) - set(answers))} after {taken}"
+    assert len(set(answers.values())) == 1, f"ranks were answered in different generations: {answers} after {taken}"
