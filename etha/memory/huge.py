@@ -17,6 +17,21 @@ log = logging.getLogger(__name__)
 
 #: Bytes per call, so that other calls into the kernel's memory management get a turn in between.
 _STEP = 32 << 20
+#: Ranges that lie as close as two tensors that were allocated one after the other count as one: what malloc keeps
+#: between them, and the rest of a page. They lie in pages that are in use anyway.
+_NEAR = 8192
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The (address, bytes) ranges in order, neighbours as one, because a huge page holds many small tensors."""
+    found: list[tuple[int, int]] = []
+    for address, nbytes in sorted(ranges):
+        if found and address <= found[-1][0] + found[-1][1] + _NEAR:
+            first = found[-1][0]
+            found[-1] = first, max(found[-1][1], address + nbytes - first)
+        else:
+            found.append((address, nbytes))
+    return found
 
 
 class Collapser:
@@ -37,7 +52,7 @@ class Collapser:
         with self._lock:
             # Asked again for the same addresses, they may be new memory. If they are not, the kernel finds huge pages
             # already and returns at once.
-            new = {r for r in ranges if r[1] >= HUGE} - set(self._queue)
+            new = {r for r in joined(ranges) if r[1] >= HUGE} - set(self._queue)
             if not new or self._cancelled:
                 return
             self._queue += sorted(new)

@@ -17,7 +17,7 @@ from etha.client.memory.tensors import empty, empty_like, share_module
 from etha.errors import ConfigError
 from etha.memory import shared
 from etha.memory.handles import describe
-from etha.memory.huge import Collapser
+from etha.memory.huge import Collapser, joined
 from etha.memory.pages import collapse
 
 
@@ -178,6 +178,32 @@ def test_huge_pages_change_nothing_but_the_pages() -> None:
     collapser.cancel()
     collapser.ask([(places[0], 2 << 21)])
     collapser.settle(timeout=30)
+
+
+def test_small_tensors_share_huge_pages() -> None:
+    tensors = [torch.full((4096,), float(i)) for i in range(1000)]
+    ranges = [(t.data_ptr(), t.nbytes) for t in tensors]
+    collapser = Collapser()
+    before = _huge_bytes()
+    collapser.ask(ranges)
+    collapser.settle(timeout=30)
+    if not collapse(torch.ones(4 << 20).data_ptr(), 16 << 20):
+        pytest.skip("this kernel gives no huge pages to whoever asks")
+    assert _huge_bytes() > before
+    assert all(bool((t == i).all()) for i, t in enumerate(tensors))
+
+
+def _huge_bytes() -> int:
+    """Bytes of this process's ordinary memory that lie in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
+
+
+def test_ranges_are_joined_where_no_page_of_another_lies_between() -> None:
+    assert joined([]) == []
+    assert joined([(100, 50), (0, 50)]) == [(0, 150)]
+    assert joined([(0, 50), (50 + 8192, 10), (50 + 8192 + 10 + 8193, 5)]) == [(0, 8252), (16445, 5)]
+    assert joined([(0, 1000), (10, 20)]) == [(0, 1000)]
 
 
 def test_ranges_that_are_not_mapped_are_refused_quietly() -> None:
