@@ -89,8 +89,12 @@ class Registration:
     #: What this worker copies itself in a blocking ``recv``, by the agent's number of the table.
     pull_tables: dict[int, PullTable] = field(default_factory=dict)
 
+    #: The tensors whose change autograd must hear of.
+    owners: tuple[torch.Tensor, ...] = ()
+
     def __post_init__(self) -> None:
         self.unmoved = self.manifest.unmoved()
+        self.owners = tuple(item.owner for item in self.manifest.items if item.of is None)
 
     @property
     def stage(self) -> StagedTensors:
@@ -173,14 +177,14 @@ class Registration:
         if self.calls or (self.open and self.lost() is None):
             return
         self.manifest = replace(self.manifest, items=(), refusals=())
-        self.unmoved = Unmoved(())
+        self.unmoved, self.owners = Unmoved(()), ()
         self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.pages = self.aside = self.snapshot = None
         self.pull_tables = {}
 
     def received(self) -> None:
         """Tell autograd that the tensors have changed."""
-        torch.autograd.graph.increment_version([item.owner for item in self.manifest.items if item.of is None])
+        torch.autograd.graph.increment_version(self.owners)
 
 
 #: Most seconds that an agent has to inform all others of a rank that cannot take part.
