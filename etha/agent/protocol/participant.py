@@ -330,6 +330,8 @@ class Participant(Machine[Moving]):
         self.booking: Booking | None = None
         self.broken: PeerLostError | None = None
         self.lost_agents: set[str] = set()
+        #: Those of them that only a hub has lost: they may live, and another hub may pass on what they say.
+        self.lost_by_word: set[str] = set()
         self._inbox: deque[Message | Settle] = deque()
         self._out: list[TransferEffect] = []
         self._want: WantLane | None = None
@@ -378,7 +380,7 @@ class Participant(Machine[Moving]):
 
     def hear(self, agent: str, message: Message) -> list[TransferEffect]:
         """Another agent's message. Messages of a lost agent are ignored."""
-        if agent not in self.lost_agents:
+        if self._may_pass(agent, message):
             self._hear(agent, message)
         return self._flush()
 
@@ -402,11 +404,19 @@ class Participant(Machine[Moving]):
                 self._tell(current.coordinator, Failed(seq=seq, cause=error))
         return self._flush()
 
-    def on_agent_lost(self, agent: str) -> list[TransferEffect]:
-        """An agent's link closed: its messages are ignored, and no transfer of this batch begins here any more."""
-        if agent not in self.members or agent in self.lost_agents:
+    def on_agent_lost(self, agent: str, *, by_word: bool = False) -> list[TransferEffect]:
+        """An agent's link closed: its messages are ignored, and no transfer of this batch begins here any more.
+
+        ``by_word``: it is a hub's link that closed. Then the agent is still asked how a transfer ended.
+        """
+        if agent not in self.members or (agent in self.lost_agents and (by_word or agent not in self.lost_by_word)):
             return []
+        known = agent in self.lost_agents
         self.lost_agents.add(agent)
+        (self.lost_by_word.add if by_word else self.lost_by_word.discard)(agent)
+        if known:  # now its own link is lost, too
+            self._unheard(agent)
+            return self._flush()
         cause = self._agent_lost_error(agent)
         for coordinator in self.coordinators.values():
             self._post(coordinator.on_agent_lost(agent))
@@ -418,8 +428,8 @@ class Participant(Machine[Moving]):
         if current is None:
             pass
         elif current.inquiry is not None:
-            current.inquiry.on_agent_lost(agent)
-            self._conclude()
+            if not by_word:
+                self._unheard(agent)
         elif self.state not in (Moving.VOTED, Moving.COMMITTED):
             if current.coordinator == agent:
                 self._abort(cause)
@@ -429,6 +439,12 @@ class Participant(Machine[Moving]):
             self._doubt(cause)
             self._conclude()
         return self._flush()
+
+    def _unheard(self, agent: str) -> None:
+        """An agent answers no question any more."""
+        if self.current is not None and self.current.inquiry is not None:
+            self.current.inquiry.on_agent_lost(agent)
+            self._conclude()
 
     def break_up(self, error: PeerLostError) -> list[TransferEffect]:
         """The pair is lost, or a worker of this batch has left: every call ends with ``error``."""
@@ -693,7 +709,7 @@ class Participant(Machine[Moving]):
         assert current is not None
         self.move(Moving.DOUBT)
         others = self.members - {self.me, current.coordinator}
-        current.inquiry = Inquiry(others, self.lost_agents, cause)
+        current.inquiry = Inquiry(others, self.lost_agents - self.lost_by_word, cause)
         for agent in sorted(others):
             self._tell(agent, Question(seq=current.seq))
         self._out.append(InDoubt(seq=current.seq))
@@ -738,9 +754,15 @@ class Participant(Machine[Moving]):
     def _tell(self, agent: str, message: Message | Settle) -> None:
         if agent == self.me:
             self._inbox.append(message)
-        elif agent not in self.lost_agents:
+        elif self._may_pass(agent, message):
             assert not isinstance(message, Settle)
             self._out.append(Tell(agent=agent, message=message))
+
+    def _may_pass(self, agent: str, message: Message | Settle) -> bool:
+        """Whether a message is sent to, or taken from, another agent."""
+        if agent not in self.lost_agents:
+            return True
+        return agent in self.lost_by_word and isinstance(message, Question | VerdictAnswer)
 
     def _post(self, letters: Outbox) -> None:
         for agent, message in letters:

@@ -285,7 +285,7 @@ class RegistrationService:
         for registration in [*self.known.values(), *self._memory.ended_with(agent)]:
             part = epoch is None or registration.epochs.get(epoch[0]) == epoch[1]
             if part and agent in registration.agents and registration.registered is not None:
-                self._transfers.on_agent_lost(registration.registered, agent)
+                self._transfers.on_agent_lost(registration.registered, agent, by_word=epoch is not None)
 
     # ---- inside -------------------------------------------------------------------------------
 

@@ -184,9 +184,9 @@ class TransferService:
         else:
             self._perform(batch, batch.participant.hear(agent, message))
 
-    def on_agent_lost(self, batch: RegisteredBatch, agent: str) -> None:
-        """The link to an agent of the batch is lost."""
-        self._perform(batch, batch.participant.on_agent_lost(agent))
+    def on_agent_lost(self, batch: RegisteredBatch, agent: str, *, by_word: bool) -> None:
+        """The link to an agent of the batch is lost, or, ``by_word``, a hub's."""
+        self._perform(batch, batch.participant.on_agent_lost(agent, by_word=by_word))
 
     def _perform(self, batch: RegisteredBatch, effects: list[TransferEffect]) -> None:
         for effect in effects:

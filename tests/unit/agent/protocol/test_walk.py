@@ -14,6 +14,7 @@ import pytest
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
 from etha.agent.protocol.participant import Moving, Participant
 from etha.peer.messages import Committed, VerdictAnswer
+from tests.unit.agent.protocol.hub_walking import HubWalk
 from tests.unit.agent.protocol.walking import Violation, Walk
 
 TWO = {"t": ("a",), "i": ("b",)}
@@ -103,6 +104,54 @@ def test_four_agents_and_a_link_of_the_coordinator() -> None:
     walk = Walk(FOUR, moved=True, cuts=(AB,), eager=False).go()
     assert walk.states > 40_000
     assert {outcome[1:] for outcome in walk.outcomes} == {("aborted",) * 3, ("result",) * 3}
+
+
+# ---- agents that are not all linked -------------------------------------------------------------
+
+AD, HUBS = ("a", "d"), ("a", "b")
+TWICE_TWO = {"t": ("a", "c"), "i": ("b", "d")}
+
+
+@pytest.mark.parametrize(
+    ("agents", "given"),
+    [
+        (FOUR, {"moved": True, "crash": ("a",)}),
+        (FOUR, {"moved": True, "crash": ("b",)}),
+        (FOUR, {"moved": True, "crash": ("c",)}),
+        (FOUR, {"moved": True, "cuts": (AD,)}),
+        pytest.param(FOUR, {"moved": True, "cuts": (AC, AD)}, marks=pytest.mark.slow),
+        pytest.param(TWICE_TWO, {"made": True, "crash": HUBS}, marks=pytest.mark.slow),
+    ],
+    ids=["coordinator", "other hub", "no hub", "link", "two links", "a hub at any time"],
+)
+def test_agents_that_speak_through_hubs_end_as_if_all_were_linked(
+    agents: dict[str, Any], given: dict[str, Any]
+) -> None:
+    """One of them crashes, or links of the coordinator are cut: nobody is in doubt who would not be with more links."""
+    assert (
+        HubWalk(agents, eager=False, hubs=HUBS, **given).go().outcomes
+        == Walk(agents, eager=False, **given).go().outcomes
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("crash", "cut"), [("a", BC), ("b", AC)])
+def test_a_hub_crashes_and_a_link_of_the_other_is_cut(crash: str, cut: tuple[str, str]) -> None:
+    assert HubWalk(FOUR, moved=True, crash=(crash,), cuts=(cut,), eager=False, hubs=HUBS).go().states > 50_000
+
+
+@pytest.mark.slow
+def test_an_answer_through_one_hub_only_is_lost_with_it() -> None:
+    first = HubWalk(FOUR, moved=True, cuts=(AC, AD), eager=False, hubs=HUBS, through_all=False).go()
+    assert ("result", "result", "result", "unknown") in first.outcomes
+
+
+def test_who_does_not_answer_an_agent_that_only_a_hub_has_lost_leaves_it_in_doubt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Participant, "_may_pass", lambda self, agent, message: agent not in self.lost_agents)
+    walk = HubWalk(FOUR, moved=True, cuts=(AD,), eager=False, hubs=HUBS).go()
+    assert ("result", "result", "result", "unknown") in walk.outcomes
 
 
 # ---- the walk sees what it is there for ---------------------------------------------------------

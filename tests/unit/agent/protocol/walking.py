@@ -198,12 +198,9 @@ class Walk:
 
     def step(self, state: tuple[int, ...], name: str, event: Event, spent: int | None = None) -> tuple[int, ...]:
         """The state after ``event`` at agent ``name``."""
-        at = self.index[name]
-        found = self.steps.get((name, state[at], event))
-        if found is None:
-            found = self.steps[name, state[at], event] = self.run(name, state[at], event)
+        found = self.stepped(state, name, event)
         after = list(state)
-        after[at] = found[0]
+        after[self.index[name]] = found[0]
         for link, message in found[1]:
             target: Agent = self.at[self.target[link]].things[state[self.index[self.target[link]]]]
             if target.dead or name in target.lost:
@@ -212,6 +209,26 @@ class Walk:
         if spent is not None:
             after[-1] = spent
         return tuple(after)
+
+    def stepped(self, state: tuple[int, ...], name: str, event: Event) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The agent's number after ``event``, and what it says on which link; remembered."""
+        at = state[self.index[name]]
+        found = self.steps.get((name, at, event))
+        if found is None:
+            found = self.steps[name, at, event] = self.run(name, at, event)
+        return found
+
+    def hears(self, state: tuple[int, ...], a: str, b: str, item: Any) -> tuple[Event, tuple[int, ...]]:
+        """What happens, and the state after it, when ``item`` comes off the link from ``a`` to ``b``."""
+        return (b, "hear", a, item), self.step(state, b, ("hear", a, item))
+
+    def far(self, a: str, b: str) -> bool:
+        """Whether two agents have no link."""
+        return False
+
+    def linked(self) -> Iterable[tuple[str, str]]:
+        """Each two agents with a link, in both orders: the second hears the first."""
+        return self.pairs
 
     def run(self, name: str, number: int, event: Event) -> tuple[int, tuple[tuple[int, int], ...]]:
         """One event at one agent, for the first time."""
@@ -235,7 +252,7 @@ class Walk:
                 effects = machine.moved(seq, None if ok else TransferError("disk on fire"))
             case ("lose", other):
                 agent.lost |= {other}
-                effects = machine.on_agent_lost(other)
+                effects = machine.on_agent_lost(other, by_word=self.far(name, other))
             case ("break",):
                 agent.broken = True
                 effects = machine.break_up(PeerLostError("the pair is lost", reason="closed"))
@@ -259,7 +276,7 @@ class Walk:
         for effect in effects:
             match effect:
                 case Tell(agent=other, message=message):
-                    if other in agent.lost:
+                    if other in agent.lost and not self.far(name, other):
                         raise Violation(f"{name} speaks to {other}, which it has lost: {message}")
                     sent.append((self.link[name, other], self.messages.number(frozen(message), message)))
                 case StartMove(seq=seq):
@@ -370,8 +387,8 @@ class Walk:
                     if event == ("crash",):
                         result = self.silence(result, [(a, b) for a, b in self.pairs if b == name])
                     yield False, (name, *event), result
-        for pair in self.pairs:
-            a, b = pair  # b hears a
+        for pair in self.linked():
+            a, b = pair
             if now[self.index[b]].dead or a in now[self.index[b]].lost:
                 continue
             queue = self.queues.things[state[self.link[pair]]]
@@ -379,7 +396,7 @@ class Walk:
                 busy = True
                 shorter = list(state)
                 shorter[self.link[pair]] = self.queues.number(queue[1:])
-                yield True, (b, "hear", a, queue[0]), self.step(tuple(shorter), b, ("hear", a, queue[0]))
+                yield True, *self.hears(tuple(shorter), a, b, queue[0])
             crashed, torn = spent.crashed == a, b in now[self.index[a]].lost
             if crashed or torn or pair in self.cuts or (b, a) in self.cuts:
                 must_lose = crashed or torn
