@@ -1,0 +1,3 @@
+NAME = "torchstore"
+PROBE = "raise ImportError('later')"
+INSTALL = ""
