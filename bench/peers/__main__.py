@@ -1,4 +1,4 @@
-"""``python bench/peers`` as a program. The folder ``bench`` is put on the path, so that ``peers.nixl`` hides no ``nixl``."""
+"""``python bench/peers`` as a program. The path begins with ``bench``, so that ``peers.nixl`` hides no ``nixl``."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +21,8 @@ from .cases import SIDES, Row, Side
 BENCH = Path(__file__).resolve().parent.parent
 #: Seconds in which a rank must answer.
 SILENCE = 300.0
+#: Seconds for which ranks that were stopped run before a call: their threads find their cores again.
+SETTLE = 0.1
 TAIL = 12
 
 
@@ -74,6 +77,8 @@ class Contender:
     directory: Path
     environment: Mapping[str, str]
     places: Mapping[Side, Mapping[str, str]]
+    #: Stop the ranks whenever they have nothing to do.
+    paused: bool = False
     ranks: list[Rank] = field(default_factory=list)
     #: Seconds of the rounds: alone, with a busy thread in each worker, with as many busy processes beside them.
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -108,15 +113,32 @@ class Contender:
 
     def all(self, **order: Any) -> list[Any]:
         """Tell all ranks, then hear all."""
-        for rank in self.ranks:
-            rank.tell(**order)
-        return [rank.answer() for rank in self.ranks]
+        with self.awake():
+            for rank in self.ranks:
+                rank.tell(**order)
+            return [rank.answer() for rank in self.ranks]
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Ranks that are paused go on while the block runs."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for rank in self.ranks if self.paused else ():
+            if rank.process.poll() is None:
+                rank.process.send_signal(number)
 
     def go(self, beside: Sequence[int | str | None] = ()) -> float:
         """Seconds from the first rank's call to the last rank's return, each with what runs beside it (peers.rank)."""
-        for rank, what in zip_longest(self.ranks, beside):
-            rank.tell(do="go", beside=what)
-        times = [rank.answer() for rank in self.ranks]
+        with self.awake():
+            time.sleep(SETTLE if self.paused else 0.0)
+            for rank, what in zip_longest(self.ranks, beside):
+                rank.tell(do="go", beside=what)
+            times = [rank.answer() for rank in self.ranks]
         return max(end for _, end in times) - min(start for start, _ in times)
 
     def prove(self, stamp: int) -> None:
@@ -131,6 +153,7 @@ class Contender:
         for rank in self.ranks:
             if not self.failure and rank.process.poll() is None:
                 rank.tell(do="quit")
+        self._signal(signal.SIGCONT)
         deadline = time.monotonic() + 10.0
         for rank in self.ranks:
             try:

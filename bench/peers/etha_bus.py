@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 NAME = "etha"
 PROBE = "import etha; print(etha.__version__)"
 INSTALL = "pip install -e . in the root of this repository"
+#: Of the payload, held at a time: at the source, at the target.
+COPIES = 2
+PAUSED = False
 
 
 def variants(row: Row) -> list[str]:
@@ -40,8 +43,9 @@ class Bus:
 
     def prepare(self) -> Any:
         """Both sides meet here."""
-        import etha
         from torch.distributed.tensor import Shard
+
+        import etha
 
         seat, row = self.seat, self.seat.row
         memory = seat.variant.split(" -> ")[SIDES.index(seat.side)]

@@ -20,6 +20,9 @@ from .truth import DTYPES
 NAME = "gloo"
 PROBE = "import torch, torch.distributed as d; assert d.is_gloo_available(); print('torch', torch.__version__)"
 INSTALL = "pip install torch"
+#: Of the payload, held at a time: at the source, at the target, and packed.
+COPIES = 3
+PAUSED = False
 
 
 def variants(row: Row) -> list[str]:

@@ -25,6 +25,9 @@ INSTALL = (
     "pip install torch mooncake-transfer-engine-non-cuda in a venv of its own, the library libibverbs1, "
     "then --python mooncake=VENV/bin/python (bench/peers/README.md)"
 )
+#: Of the payload, held at a time: at the source, at the target.
+COPIES = 2
+PAUSED = False
 
 
 def variants(row: Row) -> list[str]:

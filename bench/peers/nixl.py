@@ -1,6 +1,9 @@
 """NIXL over UCX: each target rank reads from the sources, one descriptor for each contiguous run of bytes.
 
 Registration, descriptors and handles are made once. A source waits for the notifications that its bytes were read.
+
+read    with the agent's progress thread, which is its default
+polled  without: the waiting ranks drive what has to be driven
 """
 
 from __future__ import annotations
@@ -20,14 +23,18 @@ if TYPE_CHECKING:
 NAME = "nixl"
 PROBE = "from importlib.metadata import version; import nixl._api; print('nixl', version('nixl'))"
 INSTALL = "pip install torch nixl in a venv of its own, then --python nixl=VENV/bin/python (bench/peers/README.md)"
+#: Of the payload, held at a time: at the source, at the target.
+COPIES = 2
+#: An agent's progress thread keeps a core busy also while nothing moves.
+PAUSED = True
 #: Seconds between two looks for notifications.
 PAUSE = 50e-6
 DONE = b"read"
 
 
 def variants(row: Row) -> list[str]:
-    """UCX's own choice of transports, or tcp."""
-    return ["read"]
+    """With and without the progress thread."""
+    return ["read", "polled"]
 
 
 def environment(row: Row, variant: str) -> dict[str, str]:
@@ -51,7 +58,8 @@ class Agent:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self.held = self.seat.plain()
-        self._agent = nixl_agent(f"{self.seat.side}-{self.seat.rank}", nixl_agent_config(backends=["UCX"]))
+        config = nixl_agent_config(backends=["UCX"], enable_prog_thread=self.seat.variant == "read")
+        self._agent = nixl_agent(f"{self.seat.side}-{self.seat.rank}", config)
         regions = [(tensor.data_ptr(), tensor.nbytes, 0, "") for tensor in self.held.values()]
         self._agent.register_memory(regions, "DRAM")
         metadata = base64.b64encode(self._agent.get_agent_metadata()).decode()

@@ -7,14 +7,13 @@ with two threads, or between "hosts" a copy over as many plain sockets as two of
 first rank's call to the last rank's return; tables show medians. Before the first round and after the last one every
 element that a target holds is compared with what its index says. A peer that is not installed is skipped.
 
---busy repeats each call with a busy Python thread inside every worker, and with as many busy processes beside them; both
-begin and end with the call. The load is the same, so that what differs is the GIL.
+--busy repeats each call with a busy Python thread inside every worker, and with as many busy processes beside them;
+both begin and end with the call. The load is the same, so that what differs is the GIL.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import statistics
 import subprocess
@@ -54,10 +53,10 @@ def installed(pythons: Mapping[str, str], peers: Sequence[str]) -> list[str]:
         probe = subprocess.run(command, capture_output=True, text=True, cwd=BENCH, timeout=120)
         if probe.returncode == 0:
             found.append(peer)
-            print(f"{module.NAME:10}{probe.stdout.strip().splitlines()[-1]}")
+            print(f"{module.NAME:12}{probe.stdout.strip().splitlines()[-1]}")
         else:
             reason = (probe.stderr.strip().splitlines() or ["no reason given"])[-1]
-            print(f"{module.NAME:10}skipped: {reason}\n{'':10}to install: {module.INSTALL}")
+            print(f"{module.NAME:12}skipped: {reason}\n{'':12}to install: {module.INSTALL}")
     return found
 
 
@@ -103,6 +102,18 @@ def limit(row: Row) -> float:
     if row.way == "tcp":
         return loopback_limit(row.nbytes, STREAMS, 1)
     return harness.copy_limit(row.nbytes, 2, 1)
+
+
+def check_memory(row: Row, contenders: Sequence[Contender]) -> None:
+    """All contenders of a row hold their tensors at the same time."""
+    need = sum(adapter(contender.peer).COPIES for contender in contenders) + 2  # and those of the limit
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    free = int(memory.split()[1]) << 10
+    if need * row.nbytes > free:
+        raise SystemExit(
+            f"{row.key} needs {need * row.nbytes / MIB:,.0f} MiB for {len(contenders)} contenders, and "
+            f"{free / MIB:,.0f} MiB are free: name fewer with --peers, etha among them, and run several times"
+        )
 
 
 def measure(row: Row, contenders: list[Contender], rounds: int, busy: bool) -> float:
@@ -177,9 +188,10 @@ def compete(args: argparse.Namespace, pythons: Mapping[str, str], peers: list[st
                     contender = Contender(
                         peer=peer, variant=variant, row=row, shrink=args.shrink, python=pythons[peer],
                         directory=directory / name, environment=adapter(peer).environment(row, variant),
-                        places=places(directory, redis, row),
+                        places=places(directory, redis, row), paused=adapter(peer).PAUSED,
                     )  # fmt: skip
                     contenders.append(contender)
+            check_memory(row, contenders)
             bound = measure(row, contenders, args.rounds, args.busy)
             show(row, contenders, bound, args.busy)
             good &= not any(c.failure for c in contenders if c.peer == "etha_bus")
@@ -213,7 +225,7 @@ def main() -> int:
         name, found, path = text.partition("=")
         if name not in names or not found:
             parser.error(f"--python {text}: NAME=PATH with a name of {', '.join(names)}")
-        pythons[names[name]] = os.path.abspath(path)
+        pythons[names[name]] = str(Path(path).absolute())
     print(harness.machine())
     peers = installed(pythons, [names[name] for name in args.peers or names])
     return 0 if compete(args, pythons, peers) else 1

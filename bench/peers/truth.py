@@ -18,7 +18,7 @@ Part = tuple[Whole, int, torch.Tensor, torch.Tensor]
 
 
 def numbers(tensor: Whole, number: int, stamp: int, block: Block, begin: int, end: int) -> torch.Tensor:
-    """Rows ``begin`` to ``end`` of a block, as the dtype holds them. Mixed, so that no shifted row looks like another."""
+    """Rows ``begin`` to ``end`` of a block, mixed so that no shifted row looks like another."""
     columns = tensor.matrix[1]
     row = (torch.arange(begin, end, dtype=torch.int64) + block.row).unsqueeze(1)
     column = torch.arange(block.columns, dtype=torch.int64).unsqueeze(0) + block.column
