@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -98,14 +98,14 @@ class Contender:
         self.all(do="connect", shares=shares)
 
     def _start(self, side: Side, rank: int) -> Rank:
-        told = {
+        arguments = {
             "peer": self.peer, "row": self.row.key, "shrink": self.shrink, "side": side, "rank": rank,
             "variant": self.variant, "directory": str(self.directory),
         }  # fmt: skip
         log = self.directory / f"{side}-{rank}.log"
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
-                [self.python, "-m", "peers.rank", json.dumps(told)],
+                [self.python, "-m", "peers.rank", json.dumps(arguments)],
                 cwd=BENCH, env=os.environ | self.environment | self.places[side], text=True, start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output,
             )  # fmt: skip
@@ -152,7 +152,8 @@ class Contender:
         """Say goodbye to the ranks, and end them with all that they started and left in their process groups."""
         for rank in self.ranks:
             if not self.failure and rank.process.poll() is None:
-                rank.tell(do="quit")
+                with suppress(Failed):  # it has ended since
+                    rank.tell(do="quit")
         self._signal(signal.SIGCONT)
         deadline = time.monotonic() + 10.0
         for rank in self.ranks:

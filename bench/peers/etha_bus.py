@@ -56,7 +56,7 @@ class Bus:
                 shape = row.local_shape(tensor, seat.side, seat.rank)
                 self.held[tensor.name] = etha.empty(shape, dtype=DTYPES[tensor.dtype])
         client = self._open.enter_context(etha.TensorBusClient(device="cpu", timeout=TIMEOUT))
-        pair = f"{row.key}-{seat.variant.replace(' -> ', '-')}"
+        pair = seat.directory.name
         client.init_pair(
             pair, seat.side, SIDES[1 - SIDES.index(seat.side)], expected_world_size=row.ranks, rank=seat.rank,
             device_mesh=(row.ranks,), placements=[Shard(0)],

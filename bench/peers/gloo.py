@@ -20,8 +20,8 @@ from .truth import DTYPES
 NAME = "gloo"
 PROBE = "import torch, torch.distributed as d; assert d.is_gloo_available(); print('torch', torch.__version__)"
 INSTALL = "pip install torch"
-#: Of the payload, held at a time: at the source, at the target, and packed.
-COPIES = 3
+#: Of the payload, held at a time: at the source, at the target, and packed at both.
+COPIES = 4
 PAUSED = False
 
 

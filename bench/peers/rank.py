@@ -99,17 +99,21 @@ def main() -> None:
     """Answer orders until told to quit, or until the runner is gone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    told = json.loads(sys.argv[1])
-    row = next(row for row in rows(told["shrink"]) if row.key == told["row"])
+    arguments = json.loads(sys.argv[1])
+    row = next(row for row in rows(arguments["shrink"]) if row.key == arguments["row"])
     seat = Seat(
-        row=row, side=told["side"], rank=told["rank"], variant=told["variant"], directory=Path(told["directory"])
+        row=row,
+        side=arguments["side"],
+        rank=arguments["rank"],
+        variant=arguments["variant"],
+        directory=Path(arguments["directory"]),
     )
     adapter: Adapter | None = None
     busy = Busy()
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            adapter = adapter or import_module(f"peers.{told['peer']}").open_adapter(seat)
+            adapter = adapter or import_module(f"peers.{arguments['peer']}").open_adapter(seat)
             answer = {"good": obey(order, seat, adapter, busy)}
         except Exception:
             answer = {"bad": traceback.format_exc()}

@@ -32,7 +32,8 @@ from etha.transport.wire.flows import STREAMS
 from .cases import MIB, SIDES, Row, Side, rows
 from .contender import BENCH, Contender, Failed
 
-PEERS = ("etha_bus", "gloo", "nixl", "mooncake", "torchstore")
+ETHA = "etha_bus"
+PEERS = (ETHA, "gloo", "nixl", "mooncake", "torchstore")
 ALONE, THREAD, PROCESS = "alone", "busy thread", "busy process"
 #: Etha is to be ahead by this, and a busy thread is to cost at most this.
 FACTOR = 1.3
@@ -104,16 +105,31 @@ def limit(row: Row) -> float:
     return harness.copy_limit(row.nbytes, 2, 1)
 
 
-def check_memory(row: Row, contenders: Sequence[Contender]) -> None:
-    """All contenders of a row hold their tensors at the same time."""
-    need = sum(adapter(contender.peer).COPIES for contender in contenders) + 2  # and those of the limit
-    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    free = int(memory.split()[1]) << 10
-    if need * row.nbytes > free:
-        raise SystemExit(
-            f"{row.key} needs {need * row.nbytes / MIB:,.0f} MiB for {len(contenders)} contenders, and "
-            f"{free / MIB:,.0f} MiB are free: name fewer with --peers, etha among them, and run several times"
-        )
+def need(row: Row, peer: str) -> int:
+    """Bytes that all variants of a peer hold at a time."""
+    return len(adapter(peer).variants(row)) * int(adapter(peer).COPIES) * row.nbytes
+
+
+def free_bytes() -> int:
+    """Memory that this machine can give, with a reserve."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024 * 9 // 10
+
+
+def together(row: Row, peers: Sequence[str], free: int) -> list[list[str]]:
+    """The peers in groups whose tensors fit in ``free`` bytes at the same time; Etha is in every group."""
+    ours = [peer for peer in peers if peer == ETHA]
+    begin = sum(need(row, peer) for peer in ours) + 2 * row.nbytes  # the limit copies, too
+    groups, used = [ours], begin
+    for peer in (peer for peer in peers if peer != ETHA):
+        if groups[-1] != ours and used + need(row, peer) > free:
+            groups.append(ours)
+            used = begin
+        groups[-1] = [*groups[-1], peer]
+        used += need(row, peer)
+        if used > free:
+            raise SystemExit(f"{row.key} with {peer} needs {used / MIB:,.0f} MiB, and {free / MIB:,.0f} MiB are free")
+    return groups
 
 
 def measure(row: Row, contenders: list[Contender], rounds: int, busy: bool) -> float:
@@ -149,7 +165,7 @@ def show(row: Row, contenders: list[Contender], bound: float, busy: bool) -> Non
     where = 'between two "hosts", tcp' if row.way == "tcp" else "one host"
     what = f"memmove, two threads: {bound:.2f} GB/s" if row.way == "host" else f"{STREAMS} sockets: {bound:.2f} GB/s"
     print(f"\n{row.key}: {row.title}, {row.nbytes / MIB:.1f} MiB, {where}; limit, {what}")
-    ours = [c for c in contenders if c.peer == "etha_bus" and not c.failure]
+    ours = [c for c in contenders if c.peer == ETHA and not c.failure]
     heads = "".join(f"{f'etha {c.variant}':>24}" for c in ours)
     costs = f"{'busy thread':>13}{'process':>9}{'ratio':>8}" if busy else ""
     print(f"{'':26}{'ms':>9}{'GB/s':>8}{'best':>8}{'of limit':>10}{costs}{heads}")
@@ -166,7 +182,7 @@ def show(row: Row, contenders: list[Contender], bound: float, busy: bool) -> Non
             thread, process = (statistics.median(contender.seconds[how]) for how in (THREAD, PROCESS))
             cost = thread / process
             line += f"{thread * 1e3:13.2f}{process * 1e3:9.2f}{cost:7.2f}{'!' if cost > FACTOR else ' '}"
-        if contender.peer != "etha_bus":
+        if contender.peer != ETHA:
             ahead = [median / statistics.median(c.seconds[ALONE]) for c in ours]
             line += "".join(f"{a:23.2f}{'!' if a < 1 else '~' if a < FACTOR else ' '}" for a in ahead)
         print(line.rstrip())
@@ -181,20 +197,20 @@ def compete(args: argparse.Namespace, pythons: Mapping[str, str], peers: list[st
         for row in rows(args.shrink):
             if args.rows and row.key not in args.rows:
                 continue
-            contenders = []
-            for peer in peers:
-                for variant in adapter(peer).variants(row):
-                    name = f"{row.key}/{peer}-{variant.replace(' -> ', '-')}"
-                    contender = Contender(
+            for number, group in enumerate(together(row, peers, free_bytes())):
+                contenders = [
+                    Contender(
                         peer=peer, variant=variant, row=row, shrink=args.shrink, python=pythons[peer],
-                        directory=directory / name, environment=adapter(peer).environment(row, variant),
-                        places=places(directory, redis, row), paused=adapter(peer).PAUSED,
-                    )  # fmt: skip
-                    contenders.append(contender)
-            check_memory(row, contenders)
-            bound = measure(row, contenders, args.rounds, args.busy)
-            show(row, contenders, bound, args.busy)
-            good &= not any(c.failure for c in contenders if c.peer == "etha_bus")
+                        directory=directory / f"{row.key}-{number}-{peer}-{variant.replace(' -> ', '-')}",
+                        environment=adapter(peer).environment(row, variant), places=places(directory, redis, row),
+                        paused=adapter(peer).PAUSED,
+                    )
+                    for peer in group
+                    for variant in adapter(peer).variants(row)
+                ]  # fmt: skip
+                bound = measure(row, contenders, args.rounds, args.busy)
+                show(row, contenders, bound, args.busy)
+                good &= not any(c.failure for c in contenders if c.peer == ETHA)
     print(f"\n{LEGEND}")
     return good
 

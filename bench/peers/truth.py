@@ -57,5 +57,5 @@ def fault(row: Row, rank: int, stamp: int, held: Mapping[str, torch.Tensor]) -> 
             place = [int(i) for i in wrong.nonzero()[0]]
             found, expected = view[place[0], place[1]].item(), right[place[0], place[1]].item()
             where = f"{tensor.name}[{begin + place[0]}, {place[1]}] of target rank {rank}"
-            return f"{where} holds {found:g} instead of {expected:g} ({int(wrong.sum())} wrong beside it)"
+            return f"{where} holds {found:g} instead of {expected:g} ({int(wrong.sum())} of its part are wrong)"
     return None
