@@ -27,6 +27,7 @@ from types import ModuleType
 import harness
 from sockets import loopback_limit
 
+import etha
 from etha.transport.wire.flows import STREAMS
 
 from .cases import MIB, SIDES, Row, Side, rows
@@ -243,5 +244,7 @@ def main() -> int:
             parser.error(f"--python {text}: NAME=PATH with a name of {', '.join(names)}")
         pythons[names[name]] = str(Path(path).absolute())
     print(harness.machine())
+    if Path(etha.__file__).parent.parent != BENCH.parent:
+        print(f"warning   this measures the etha in {Path(etha.__file__).parent}, not the one beside bench")
     peers = installed(pythons, [names[name] for name in args.peers or names])
     return 0 if compete(args, pythons, peers) else 1
