@@ -19,7 +19,7 @@ PROBE = "import etha; print(etha.__version__)"
 INSTALL = "pip install -e . in the root of this repository"
 #: Of the payload, held at a time: at the source, at the target.
 COPIES = 2
-PAUSED = False
+PAUSED: frozenset[str] = frozenset()
 
 
 def variants(row: Row) -> list[str]:

@@ -22,7 +22,7 @@ PROBE = "import torch, torch.distributed as d; assert d.is_gloo_available(); pri
 INSTALL = "pip install torch"
 #: Of the payload, held at a time: at the source, at the target, and packed at both.
 COPIES = 4
-PAUSED = False
+PAUSED: frozenset[str] = frozenset()
 
 
 def variants(row: Row) -> list[str]:

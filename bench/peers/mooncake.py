@@ -27,7 +27,7 @@ INSTALL = (
 )
 #: Of the payload, held at a time: at the source, at the target.
 COPIES = 2
-PAUSED = False
+PAUSED: frozenset[str] = frozenset()
 
 
 def variants(row: Row) -> list[str]:

@@ -25,8 +25,8 @@ PROBE = "from importlib.metadata import version; import nixl._api; print('nixl',
 INSTALL = "pip install torch nixl in a venv of its own, then --python nixl=VENV/bin/python (bench/peers/README.md)"
 #: Of the payload, held at a time: at the source, at the target.
 COPIES = 2
-#: An agent's progress thread keeps a core busy also while nothing moves.
-PAUSED = True
+#: Variants whose ranks keep a core busy while nothing moves: those with a progress thread.
+PAUSED = frozenset({"read"})
 #: Seconds between two looks for notifications.
 PAUSE = 50e-6
 DONE = b"read"

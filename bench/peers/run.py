@@ -204,7 +204,7 @@ def compete(args: argparse.Namespace, pythons: Mapping[str, str], peers: list[st
                         peer=peer, variant=variant, row=row, shrink=args.shrink, python=pythons[peer],
                         directory=directory / f"{row.key}-{number}-{peer}-{variant.replace(' -> ', '-')}",
                         environment=adapter(peer).environment(row, variant), places=places(directory, redis, row),
-                        paused=adapter(peer).PAUSED,
+                        paused=variant in adapter(peer).PAUSED,
                     )
                     for peer in group
                     for variant in adapter(peer).variants(row)

@@ -32,7 +32,7 @@ INSTALL = (
 )
 #: Of the payload, held at a time: at the source, at the target, in the store, and in a buffer.
 COPIES = 4
-PAUSED = False
+PAUSED: frozenset[str] = frozenset()
 
 
 def variants(row: Row) -> list[str]:
