@@ -14,6 +14,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -94,6 +95,14 @@ def place(directory: Path, redis: str, way: str, name: str) -> dict[str, str]:
 def settle(environment: dict[str, str]) -> None:
     """Be a worker at that place; before its first client."""
     os.environ.update(environment)
+
+
+def settle_pages(seconds: float = 60.0) -> None:
+    """Wait until the client has asked the kernel for huge pages under all that was registered, as it does in the time
+    between the transfers of a job."""
+    for thread in threading.enumerate():
+        if thread.name == "etha-huge-pages":
+            thread.join(seconds)
 
 
 def loopback_bytes() -> int:

@@ -4,9 +4,10 @@
 
 The sides are on one agent (local), on two agents of one host (host), or on two "hosts", two agents with a host id each
 (tcp over this machine's loopback). GB/s is payload (the whole tensor once) over wall time from the first rank's call to
-the last rank's return, the median of several runs after one that warms up. "of limit" is the ratio to memmove with two
-threads, for tcp to a copy over as many plain sockets as a pair of agents has. --verify measures each case once more
-with checksums compared at both ends; "of unverified" is its rate over that without, in the same run.
+the last rank's return, the median of several runs after one that warms up, when plain tensors have got their huge
+pages. "of limit" is the ratio to memmove with two threads, for tcp to a copy over as many plain sockets as a pair of
+agents has. --verify measures each case once more with checksums compared at both ends; "of unverified" is its rate over
+that without, in the same run.
 
 --device cuda measures both sides on one GPU instead (bench/cards.py), and --save writes that table to a file.
 """
@@ -106,6 +107,7 @@ def etha_rank(
             ) as batch:
                 verb = "send" if side == "source" else "recv"
                 times: Times = []
+                harness.settle_pages()
                 for _ in range(runs + 1):
                     barriers[case.ranks].wait(TIMEOUT)
                     start = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import harness
 import torch
 
 from .cases import SIDES, Row
@@ -65,6 +66,7 @@ class Bus:
         self._batch = self._open.enter_context(
             client.register_tensors("row", self.held, pair_name=pair, placements=placements)
         )
+        harness.settle_pages()
 
     def connect(self, shares: list[Any]) -> None:
         """Nothing: the agents have met."""

@@ -262,7 +262,7 @@ async def _once(
     )
     asked = time.monotonic()
     try:
-        with call.asking(link), registration.connection.advice():
+        with call.asking(link), registration.connection.advice(), registration.connection.collapser.transferring():
             moved = await link.request(
                 message,
                 timeout=timeout,

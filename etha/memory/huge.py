@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from etha.memory.pages import HUGE, collapse
 
 log = logging.getLogger(__name__)
 
-#: Bytes per call, so that other calls into the kernel's memory management get a turn in between.
-_STEP = 32 << 20
+#: Bytes per call, so that other calls into the kernel's memory management get a turn in between. A huge page takes a
+#: millisecond, and up to ten where the kernel has to make room for it.
+_STEP = 4 << 20
+#: Most seconds for which a transfer delays the next step. A call may wait much longer until its bytes move.
+_PATIENCE = 1.0
 #: Ranges that lie as close as two tensors that were allocated one after the other count as one: what malloc keeps
 #: between them, and the rest of a page. They lie in pages that are in use anyway.
 _NEAR = 8192
@@ -35,10 +40,16 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Collapser:
-    """Collapses ranges on its own thread. Call cancel() when the process's client closes."""
+    """Collapses ranges on its own thread. Call cancel() when the process's client closes.
+
+    No step begins while a transfer runs, because both need the kernel's tables of the process's memory: transfers right
+    after the registration took five times as long. After each transfer there is time for one step, so a loop that does
+    nothing but transfers gets its huge pages, too.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._transfers, self._over, self._patient_until = 0, 0, 0.0
         self._queue: list[tuple[int, int]] = []
         self._thread: threading.Thread | None = None
         self._cancelled = False
@@ -60,10 +71,25 @@ class Collapser:
                 self._thread = threading.Thread(target=self._work, name="etha-huge-pages", daemon=True)
                 self._thread.start()
 
+    @contextmanager
+    def transferring(self) -> Iterator[None]:
+        """Begin no step within, for up to ``_PATIENCE``."""
+        with self._lock:
+            self._transfers += 1
+            self._patient_until = time.monotonic() + _PATIENCE
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._transfers -= 1
+                self._over += 1
+                self._lock.notify_all()
+
     def _work(self) -> None:
         done = refused = 0
         while True:
             with self._lock:
+                self._wait_for_a_gap()
                 if self._cancelled or not self._queue:
                     self._thread = None
                     break
@@ -77,6 +103,13 @@ class Collapser:
                 refused += step
         log.debug("huge pages: %d bytes collapsed, %d refused", done, refused)
 
+    def _wait_for_a_gap(self) -> None:
+        over = self._over
+        while self._transfers and not self._cancelled and self._over == over:
+            if (left := self._patient_until - time.monotonic()) <= 0:
+                return
+            self._lock.wait(left)
+
     def settle(self, timeout: float | None = None) -> None:
         """Wait until everything that was asked for is done."""
         with self._lock:
@@ -89,3 +122,4 @@ class Collapser:
         with self._lock:
             self._cancelled = True
             self._queue.clear()
+            self._lock.notify_all()

@@ -193,6 +193,31 @@ def test_small_tensors_share_huge_pages() -> None:
     assert all(bool((t == i).all()) for i, t in enumerate(tensors))
 
 
+def test_huge_pages_wait_while_a_transfer_runs() -> None:
+    tensor = torch.ones(16 << 20)
+    collapser = Collapser()
+    with collapser.transferring():
+        collapser.ask([(tensor.data_ptr(), tensor.nbytes)])
+        collapser.settle(timeout=0.1)
+        assert collapser._queue == [(tensor.data_ptr(), tensor.nbytes)]
+        with collapser.transferring():  # when it ends there is time for one step
+            pass
+        while len(collapser._queue) == 1 and collapser._queue[0][1] == tensor.nbytes:
+            os.sched_yield()
+    collapser.settle(timeout=30)
+    assert not collapser._queue
+
+
+def test_a_client_that_closes_does_not_wait_for_a_transfer_of_another() -> None:
+    tensor = torch.ones(1 << 20)
+    collapser = Collapser()
+    with collapser.transferring():
+        collapser.ask([(tensor.data_ptr(), tensor.nbytes)])
+        collapser.cancel()
+        collapser.settle(timeout=30)
+        assert collapser._thread is None
+
+
 def _huge_bytes() -> int:
     """Bytes of this process's ordinary memory that lie in huge pages."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
