@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,15 +76,22 @@ class Team:
             assert torch.equal(self.tensors[member], self.base[member] + 1000 * version), member
 
 
-@pytest.mark.parametrize("entered", [1, 2, 3])
-async def test_ranks_that_wait_for_others_meet_them(home: Site, pair: str, entered: int) -> None:
+@contextlib.asynccontextmanager
+async def met(home: Site, pair: str, seconds: float) -> AsyncIterator[tuple[Team, Store]]:
+    """A pair that has formed, for so many seconds."""
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(seconds),
         Sides(home, pair, trainer=2, inference=2) as sides,
         await Store.open(home.redis or "", "default", timeout=10) as store,
     ):
         team = Team(sides, store)
         await team.meet()
+        yield team, store
+
+
+@pytest.mark.parametrize("entered", [1, 2, 3])
+async def test_ranks_that_wait_for_others_meet_them(home: Site, pair: str, entered: int) -> None:
+    async with met(home, pair, 60) as (team, _):
         for version in (1, 2):
             calls = {member: team.register(member) for member in MEMBERS[:entered]}
             await team.until_entered(entered)
@@ -96,13 +104,7 @@ async def test_ranks_that_wait_for_others_meet_them(home: Site, pair: str, enter
 
 async def test_redis_is_emptied_whenever_it_tells_of_a_change(home: Site, pair: str) -> None:
     """Also between the last entry and the verdicts, of which some agents have read all and others have not."""
-    async with (
-        asyncio.timeout(100),
-        Sides(home, pair, trainer=2, inference=2) as sides,
-        await Store.open(home.redis or "", "default", timeout=10) as store,
-    ):
-        team = Team(sides, store)
-        await team.meet()
+    async with met(home, pair, 100) as (team, store):
         for turn in range(8):
             async with store.changes(store.keys.batch(pair, "b"), ticks=False) as changed:
                 await changed()  # that it is subscribed
