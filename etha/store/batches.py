@@ -7,7 +7,7 @@ it was completed (it closed early and registers again) waits for the others in t
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from etha.config import MAX_WORLD, NAME
 from etha.errors import ConfigError, ProtocolError
@@ -172,8 +172,32 @@ class BatchRecords:
             size, newest = await pipe.execute()
             if int(size) > 4 * MAX_WORLD:
                 raise ProtocolError(f"Redis key {key!r} has {size} fields, at most {4 * MAX_WORLD} are possible")
-            newest = FieldReader(whole, {"generation": newest or "0"}).integer("generation")
-            return Roster.from_redis(key, generation, await client.hgetall(key), newest)
+            return Roster.from_redis(key, generation, await client.hgetall(key), _generation(whole, newest))
+
+        return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
+
+    async def verdicts(
+        self,
+        pair: str,
+        batch: str,
+        generation: int,
+        agents: Collection[str],
+        members: Collection[tuple[str, int]],
+        *,
+        timeout: float | None = None,
+    ) -> Roster:
+        """A roster with what these agents computed and the entries of these (side, rank) only: of many ranks, all
+        entries are far more."""
+        key, whole = self._keys.roster(pair, batch, generation), self._keys.batch(pair, batch)
+        fields = [*(f"agent:{agent}" for agent in agents), *(f"{side}/{rank}" for side, rank in members)]
+
+        async def read(client: Client) -> Roster:
+            pipe = client.pipeline(transaction=False)
+            pipe.hget(whole, "generation")
+            pipe.hmget(key, fields)
+            newest, texts = await pipe.execute()
+            values = {field: text for field, text in zip(fields, texts, strict=True) if text is not None}
+            return Roster.from_redis(key, generation, values, _generation(whole, newest))
 
         return await self._session.connection.call(f"read {key}", read, self._session.limit(timeout))
 
@@ -282,6 +306,10 @@ class BatchRecords:
     ) -> None:
         request = {"pair": pair, "batch": batch, "fields": dict(text)}
         await self._session.script("batch", [self._keys.batch(pair, batch)], request, timeout, over)
+
+
+def _generation(key: str, text: str | None) -> int:
+    return FieldReader(key, {"generation": text or "0"}).integer("generation")
 
 
 def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]:

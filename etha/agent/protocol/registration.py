@@ -9,7 +9,7 @@ Pure. Its transfers are another machine (``participant``), made once the batch i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -117,29 +117,33 @@ class BatchRegistration(Machine[RegistrationState]):
         return self._answer_all() if self.state is RegistrationState.REGISTERED else []
 
     def rostered(
-        self, entries: Mapping[Member, str], verdicts: Mapping[str, str], newest: int = 0
+        self, entries: Mapping[Member, str], verdicts: Mapping[str, str], newest: int, asking: Collection[CallKey]
     ) -> list[BatchEffect]:
-        """The roster's current content. ``newest`` is the batch's latest generation; 0 if Redis has lost it."""
-        if lost := self._lost(entries, newest):
+        """The roster's current content: all entries while it is enrolling, then at least those of the ranks that wait
+        here. ``newest`` is the batch's latest generation; 0 if Redis has lost it. ``asking``: the calls that waited
+        when Redis was asked, because the entry of a later one need not be there.
+        """
+        if lost := self._lost(entries, newest, asking):
             for key in lost:
                 self.open.discard(self.waiting.pop(key))
             if not self.open:
                 self.move(RegistrationState.CLOSED)
             return [EnrolAgain(call=key) for key in lost]
         self._verdicts = verdicts
-        self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
-        if self.state is RegistrationState.ENROLLING and not self.absent:
-            self.move(RegistrationState.EVALUATING)
-            return [EvaluateRoster(entries=entries)]
+        if self.state is RegistrationState.ENROLLING:
+            self.absent = {(s, r) for s, ranks in self.agents.items() for r in range(len(ranks))} - set(entries)
+            if not self.absent:
+                self.move(RegistrationState.EVALUATING)
+                return [EvaluateRoster(entries=entries)]
         return self._agree()
 
-    def _lost(self, entries: Mapping[Member, str], newest: int) -> list[CallKey]:
+    def _lost(self, entries: Mapping[Member, str], newest: int, asking: Collection[CallKey]) -> list[CallKey]:
         """The calls whose ranks must enter again, because Redis has lost entries of this generation.
 
         Once all entries were read, only verdicts are missing, which agents put back. But an agent that had not read
         all of them enters anew, in a later generation, and then all go there.
         """
-        missing = [key for key, member in self.waiting.items() if member not in entries]
+        missing = [key for key, member in self.waiting.items() if key in asking and member not in entries]
         if self.state is RegistrationState.ENROLLING:
             whole = len(entries) == sum(len(ranks) for ranks in self.agents.values())
             return list(self.waiting) if newest > self.generation and not whole else missing

@@ -516,10 +516,15 @@ class RegistrationService:
                     await changed()
 
     async def _look(self, registration: LocalRegistration) -> None:
-        """Read the roster."""
+        """Read the roster, or what of it can still change."""
+        machine, store = registration.machine, self._store.batches
+        asking = dict(machine.waiting)
         try:
-            roster = await self._store.batches.roster(*registration.key)
-            self._perform(registration, registration.machine.rostered(roster.entries, roster.verdicts, roster.newest))
+            if machine.state is RegistrationState.ENROLLING:
+                roster = await store.roster(*registration.key)
+            else:
+                roster = await store.verdicts(*registration.key, sorted(machine.everybody), set(asking.values()))
+            self._perform(registration, machine.rostered(roster.entries, roster.verdicts, roster.newest, asking))
         except EthaError as error:
             outage(log, "batch %s: the roster could not be read: %s", registration.name, error)
 

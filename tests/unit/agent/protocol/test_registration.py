@@ -86,7 +86,8 @@ class World:
         self.complete = self.complete or len(self.entries) == len(self.everybody)
 
     def look(self) -> None:
-        self.perform(self.batch.rostered(dict(self.entries), dict(self.verdicts), self.newest))
+        waiting = frozenset(self.batch.waiting)
+        self.perform(self.batch.rostered(dict(self.entries), dict(self.verdicts), self.newest, waiting))
 
     def plan(self, refused: bool = False) -> None:
         self.evaluating = False
@@ -422,6 +423,7 @@ class EnrollingAgent:
         self.planning: list[BatchRegistration] = []
         self.entering = [member for member in RANKS if THREE[member[0]][member[1]] == name]
         self.answered: dict[Member, int] = {}
+        self.answers: list[tuple[BatchRegistration, Any, Any, int, frozenset[Any]]] = []
 
     def enter(self) -> None:
         member = self.entering.pop(0)
@@ -433,11 +435,20 @@ class EnrollingAgent:
             self.machines[generation] = machine
         self.perform(machine, machine.enrolled((f"{member[0]}{member[1]}", generation), member))
 
-    def look(self) -> None:
-        for generation, machine in list(self.machines.items()):
+    def read(self) -> None:
+        """Ask Redis. The answer is on its way until ``look``."""
+        for generation, machine in self.machines.items():
+            waiting = frozenset(machine.waiting)
             entries = dict(self.redis.entries.get(generation, {}))
+            if machine.state is not RegistrationState.ENROLLING:
+                entries = {member: text for member, text in entries.items() if member in machine.waiting.values()}
             verdicts = dict(self.redis.verdicts.get(generation, {}))
-            self.perform(machine, machine.rostered(entries, verdicts, self.redis.generation))
+            self.answers.append((machine, entries, verdicts, self.redis.generation, waiting))
+
+    def look(self) -> None:
+        answers, self.answers = self.answers, []
+        for machine, entries, verdicts, newest, waiting in answers:
+            self.perform(machine, machine.rostered(entries, verdicts, newest, waiting))
 
     def plan(self) -> None:
         machine = self.planning.pop(0)
@@ -465,16 +476,18 @@ class EnrollingAgent:
                     self.answered[member] = machine.generation
                 case Fail(error=error):
                     raise AssertionError(f"nobody gave up, but {error}")
-        if machine.state is RegistrationState.CLOSED:
-            self.machines.pop(machine.generation, None)
+        if machine.state is RegistrationState.CLOSED and self.machines.get(machine.generation) is machine:
+            del self.machines[machine.generation]
 
     def possible(self) -> Iterator[Callable[[EnrollingAgent], None]]:
         if self.entering:
             yield EnrollingAgent.enter
         if self.planning:
             yield EnrollingAgent.plan
-        if any(machine.state is not RegistrationState.REGISTERED for machine in self.machines.values()):
+        if self.answers:
             yield EnrollingAgent.look
+        elif any(machine.state is not RegistrationState.REGISTERED for machine in self.machines.values()):
+            yield EnrollingAgent.read
 
 
 @pytest.mark.parametrize("losses", range(4))
