@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -262,7 +262,9 @@ async def _once(
     )
     asked = time.monotonic()
     try:
-        with call.asking(link), registration.connection.advice(), registration.connection.collapser.transferring():
+        collapser = registration.connection.collapser
+        pages = collapser.transferring() if collapser.working else nullcontext()
+        with call.asking(link), registration.connection.advice(), pages:
             moved = await link.request(
                 message,
                 timeout=timeout,

@@ -53,6 +53,8 @@ class Collapser:
         self._queue: list[tuple[int, int]] = []
         self._thread: threading.Thread | None = None
         self._cancelled = False
+        #: Whether there is something to do, so that most transfers need not ask.
+        self.working = False
 
     def ask(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Queue (address, bytes) ranges of this process's memory. Returns at once.
@@ -70,6 +72,7 @@ class Collapser:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="etha-huge-pages", daemon=True)
                 self._thread.start()
+                self.working = True
 
     @contextmanager
     def transferring(self) -> Iterator[None]:
@@ -91,7 +94,7 @@ class Collapser:
             with self._lock:
                 self._wait_for_a_gap()
                 if self._cancelled or not self._queue:
-                    self._thread = None
+                    self._thread, self.working = None, False
                     break
                 address, nbytes = self._queue.pop(0)
                 step = min(nbytes, _STEP)

@@ -14,8 +14,7 @@ import pytest
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
 from etha.agent.protocol.participant import Moving, Participant
 from etha.peer.messages import Committed, VerdictAnswer
-from tests.unit.agent.protocol.hub_walking import HubWalk
-from tests.unit.agent.protocol.walking import Violation, Walk
+from tests.unit.agent.protocol.walking import HubWalk, Violation, Walk
 
 TWO = {"t": ("a",), "i": ("b",)}
 FAN = {"t": ("a",), "i": ("b", "c")}
