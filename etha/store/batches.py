@@ -108,11 +108,13 @@ class BatchRecords:
         record: str,
         *,
         expected: int,
+        over: int = 0,
         timeout: float | None = None,
     ) -> int:
         """Register one rank with its ``record`` (short JSON). Returns the generation in which it waits for the others.
 
         ``expected`` is the number of ranks of both sides. The one that completes it sets state ``registered``.
+        ``over``: the latest generation that is known to be over, whether Redis knows that or not.
         PeerLostError if the pair has formed a later epoch.
         """
         if len(record) > MAX_FIELD:
@@ -128,6 +130,7 @@ class BatchRecords:
             "expected": expected,
             "token": uuid.uuid4().hex,
             "known_generation": int(known.get("generation", 0)),
+            "over": over,
         }
         done = await self._session.script("enroll", [self._keys.batch(pair, batch)], request, timeout)
         generation = int(done["generation"])

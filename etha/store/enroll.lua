@@ -15,7 +15,10 @@ if req.epoch < number(B.epoch) and req.epoch ~= formed then
     .. string.format('%d', req.rank) .. ' registers batch ' .. req.batch .. ' at epoch '
     .. string.format('%d', req.epoch) .. ': call init_pair again', {reason = 'relaunched'})
 end
+-- Who knows that a registration is over opens the next one, even if a Redis that has lost its data counts it anew.
 local open = B.state == 'registering' and number(B.epoch) == req.epoch and number(B.generation) == generation
+  and generation > req.over
+generation = math.max(generation, req.over)
 if not open then
   -- In a later epoch nobody goes on with what was registered in an earlier one.
   if number(B.epoch) ~= req.epoch then redis.call('DEL', roster(generation), roster(generation - 1)) end

@@ -430,7 +430,7 @@ class RegistrationService:
                 return
         text = (
             f"{member[0]} rank {member[1]} cannot take part in batch {scope.batch!r}, register it again: its "
-            f"register_tensors ended early, when all ranks had come"
+            f"register_tensors ended early, when all ranks had come or Redis had lost who has"
         )
         if (registration := self.known.get(key)) is not None:
             self._end_for_all(registration, _forsaken(text))
@@ -462,6 +462,7 @@ class RegistrationService:
                     member[1],
                     Record.of(message, digest).to_json(),
                     expected=expected,
+                    over=self._memory.over(primary, message.batch),
                     timeout=max(timeout, _ENROLL),
                 )
                 lost = lost_since(self._rendezvous, session, epochs) or self._memory.lost(
@@ -656,6 +657,10 @@ class RegistrationMemory:
     def lost(self, key: Key) -> PeerLostError | None:
         """Why a rank that comes now is too late."""
         return self._lost.get(key)
+
+    def over(self, pair: str, batch: str) -> int:
+        """The latest generation of a batch that ended for all; 0 if none is known."""
+        return max((generation for of, name, generation in self._lost if (of, name) == (pair, batch)), default=0)
 
     def hold(self, key: Key, agent: str, message: Said) -> None:
         """Keep a message about a registration that this agent does not know yet; the oldest are dropped."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
+from etha.errors import PeerLostError
 from etha.store.connect import Client
 from etha.store.registry import Store
 from tests.flow.conftest import forget_environment
@@ -116,4 +117,29 @@ async def test_redis_is_emptied_whenever_it_tells_of_a_change(home: Site, pair: 
                 await team.empty()
             handles = {member: await call for member, call in calls.items()}
             await team.move(handles, turn + 1)
+            await asyncio.gather(*(handle.close() for handle in handles.values()))
+
+
+async def test_a_rank_gives_up_when_redis_has_lost_its_entry_and_comes_again(home: Site, pair: str) -> None:
+    """Its agent cannot know whether all had come, so the registration ends for all; the next one is another."""
+    async with met(home, pair, 60) as (team, _):
+
+        async def until_registered(member: Member) -> Any:
+            while True:
+                try:
+                    return await team.register(member)
+                except PeerLostError as error:
+                    assert "register it again" in error.message
+
+        for version in (1, 2, 3):
+            first = team.register(MEMBERS[0])
+            waiting = [asyncio.create_task(until_registered(member)) for member in MEMBERS[1:3]]
+            await team.until_entered(3)
+            await team.empty()
+            first.cancel()
+            await asyncio.wait({first})
+            others = [asyncio.create_task(until_registered(member)) for member in (MEMBERS[0], MEMBERS[3])]
+            again, *rest = await asyncio.gather(others[0], *waiting, others[1])
+            handles = dict(zip(MEMBERS, (again, *rest), strict=True))
+            await team.move(handles, version)
             await asyncio.gather(*(handle.close() for handle in handles.values()))
