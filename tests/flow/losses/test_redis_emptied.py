@@ -120,7 +120,10 @@ async def test_redis_is_emptied_whenever_it_tells_of_a_change(home: Site, pair: 
             await asyncio.gather(*(handle.close() for handle in handles.values()))
 
 
-async def test_a_rank_gives_up_when_redis_has_lost_its_entry_and_comes_again(home: Site, pair: str) -> None:
+@pytest.mark.parametrize("entered", [1, 3])
+async def test_a_rank_gives_up_when_redis_has_lost_its_entry_and_comes_again(
+    home: Site, pair: str, entered: int
+) -> None:
     """Its agent cannot know whether all had come, so the registration ends for all; the next one is another."""
     async with met(home, pair, 60) as (team, _):
 
@@ -133,13 +136,13 @@ async def test_a_rank_gives_up_when_redis_has_lost_its_entry_and_comes_again(hom
 
         for version in (1, 2, 3):
             first = team.register(MEMBERS[0])
-            waiting = [asyncio.create_task(until_registered(member)) for member in MEMBERS[1:3]]
-            await team.until_entered(3)
+            waiting = [asyncio.create_task(until_registered(member)) for member in MEMBERS[1:entered]]
+            await team.until_entered(entered)
             await team.empty()
             first.cancel()
             await asyncio.wait({first})
-            others = [asyncio.create_task(until_registered(member)) for member in (MEMBERS[0], MEMBERS[3])]
-            again, *rest = await asyncio.gather(others[0], *waiting, others[1])
-            handles = dict(zip(MEMBERS, (again, *rest), strict=True))
+            waiting += [asyncio.create_task(until_registered(member)) for member in MEMBERS[entered:]]
+            await team.until_entered(3)
+            handles = dict(zip(MEMBERS, await asyncio.gather(until_registered(MEMBERS[0]), *waiting), strict=True))
             await team.move(handles, version)
             await asyncio.gather(*(handle.close() for handle in handles.values()))
