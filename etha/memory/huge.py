@@ -97,7 +97,8 @@ class Collapser:
                     self._thread, self.working = None, False
                     break
                 address, nbytes = self._queue.pop(0)
-                step = min(nbytes, _STEP)
+                # A step ends where a huge page ends, because the kernel makes only whole ones.
+                step = min(nbytes, (address + _STEP) // HUGE * HUGE - address)
                 if nbytes - step >= HUGE:
                     self._queue.insert(0, (address + step, nbytes - step))
             if collapse(address, step):

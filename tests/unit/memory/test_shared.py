@@ -15,10 +15,10 @@ from torch import nn
 
 from etha.client.memory.tensors import empty, empty_like, share_module
 from etha.errors import ConfigError
-from etha.memory import shared
+from etha.memory import huge, shared
 from etha.memory.handles import describe
 from etha.memory.huge import Collapser, joined
-from etha.memory.pages import collapse
+from etha.memory.pages import HUGE, collapse
 
 
 def descriptors() -> int:
@@ -191,6 +191,17 @@ def test_small_tensors_share_huge_pages() -> None:
         pytest.skip("this kernel gives no huge pages to whoever asks")
     assert _huge_bytes() > before
     assert all(bool((t == i).all()) for i, t in enumerate(tensors))
+
+
+def test_no_huge_page_is_left_out_between_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(huge, "collapse", lambda address, nbytes: asked.append((address, nbytes)) or True)
+    collapser = Collapser()
+    collapser.ask([(5 * HUGE + 64, 9 * HUGE)])
+    collapser.settle(timeout=30)
+    pages = [page for address, nbytes in asked for page in range(-(-address // HUGE), (address + nbytes) // HUGE)]
+    assert pages == list(range(6, 14))
+    assert len(asked) > 2 and all(nbytes <= 2 * HUGE for _, nbytes in asked)
 
 
 def test_huge_pages_wait_while_a_transfer_runs() -> None:
