@@ -135,11 +135,13 @@ class Channel:
         await self._socket.writable()
 
     def post(self, envelope: Envelope) -> None:
-        """Send on the bus. AgentLostError if the agent takes no more messages."""
+        """Send on the bus. AgentLostError if the agent takes no more messages: it has not got this one."""
         try:
             self._socket.send(encode(envelope))
         except zmq.Again:
-            raise AgentLostError(f"{self.agent} takes no messages, {HIGH_WATER} wait: is it stopped?") from None
+            stopped = f"{self.agent} takes no messages, {HIGH_WATER} wait: is it stopped?"
+            text = f"{self.agent} died" if self.agent_died else stopped
+            raise AgentLostError(text, outcome="withdrawn") from None
 
     async def pack(self, envelope: Envelope, fds: Sequence[int] = ()) -> None:
         """Send on the descriptor connection, and wait for room without a limit."""

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from etha.bus import channel, server
-from etha.bus.codec import Failure, Request
+from etha.bus.codec import Cancel, Failure, Request
 from etha.bus.link import GRACE, AgentLink, Answer
 from etha.bus.server import BusServer
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, TransferTimeoutError
-from tests.flow.jobs import Job, Worker, tell, wait_for
+from tests.flow.jobs import Job, Worker, tell, wait_for, wait_gone
 from tests.seconds import within
 from tests.unit.bus.echo import Echo, EchoService, Feed, Hold, hello
 
@@ -183,6 +183,18 @@ async def test_a_killed_agent_fails_everything_pending_at_once(tmp_path: Path, j
     await agent(job, tmp_path / "cpu.sock")
     async with await AgentLink.connect(tmp_path / "cpu.sock", hello(), timeout=5.0) as link:
         assert await link.request(Echo(text="again")) == Echo(text="again")
+
+
+async def test_a_call_that_finds_its_agent_killed_before_the_loop_has_heard_says_so(tmp_path: Path, job: Job) -> None:
+    process = await agent(job, tmp_path / "cpu.sock")
+    link = await AgentLink.connect(tmp_path / "cpu.sock", hello(), timeout=5.0)
+    process.kill()
+    wait_gone(process.pid)
+    with pytest.raises(AgentLostError, match=f"the agent .process {process.pid}. died") as caught:
+        while True:  # until the socket has heard
+            link._channel.post(Cancel(0))
+    assert caught.value.outcome == "withdrawn"
+    await link.close()
 
 
 async def lost(coroutine: Coroutine[Any, Any, Any]) -> str:
