@@ -123,8 +123,11 @@ def team(commons: Commons, way: Way) -> Team:
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> str:
-    """A pair name of this test's own; tests of two files may have one name, and one site."""
-    return re.sub(r"[^A-Za-z0-9._-]", ".", f"{request.path.stem}.{request.node.name}")[-100:]
+    """A pair name of this test's own; tests of two files may have one name, and one site, and one that has failed may
+    run again there."""
+    name = re.sub(r"[^A-Za-z0-9._-]", ".", f"{request.path.stem}.{request.node.name}")[-100:]
+    runs = getattr(request.node, "execution_count", 1)
+    return name if runs == 1 else f"{name}.{runs}"
 
 
 @pytest.fixture

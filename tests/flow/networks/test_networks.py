@@ -143,6 +143,12 @@ def as_said(company: Company, batch: str, version: int, failures: list[Failure],
     return found
 
 
+def half_written(held: list[Any]) -> bool:
+    """Whether targets of a transfer that was broken off hold both versions. Progress is that of their agent, so the
+    bytes that it counts may all be the other target's."""
+    return MIXED in held and set(held) <= {OLD, MIXED}
+
+
 BATCHES: Batches = {"atomic": (LARGE, {"atomic": True}), "plain": (LARGE, {})}
 ATOMIC: Batches = {"atomic": (MEDIUM, {"atomic": True})}
 
@@ -162,7 +168,7 @@ def test_a_link_that_is_cut_while_bytes_move(company: Company, batch: str, how: 
                 assert (failed.kind, failed.reason) == ("PeerLostError", "died"), failed
                 assert failed.at - at < PATIENCE
             held = as_said(company, batch, 1, failures, batch == "atomic")
-            assert held == [OLD if batch == "atomic" else MIXED] * 2
+            assert held == [OLD] * 2 if batch == "atomic" else half_written(held), held
             print(f"{batch}, {how}: noticed after {', '.join(f'{failed.at - at:.2f}' for failed in failures)} s")
             company.all_lost()
     assert company.open(batches) > 1
@@ -210,7 +216,8 @@ def test_a_firewall_that_lets_links_pass_but_no_data(company: Company) -> None:
         with arriving(company.net, PORTS.format(ports=", ".join(map(str, ports)))):
             failures = [puppet.fails() for puppet in company.all]
             assert {failed.kind for failed in failures} <= {"TransferTimeoutError", "TransferAbortedError"}, failures
-            assert as_said(company, "plain", 1, failures, False) == [MIXED] * 2
+            held = as_said(company, "plain", 1, failures, False)
+            assert half_written(held), held
     assert not any(puppet.do(is_lost) for puppet in company.all)
     company.exact("plain", 2)
 

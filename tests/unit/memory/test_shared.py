@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import itertools
+import mmap
 import os
 import resource
 from pathlib import Path
@@ -181,11 +182,14 @@ def test_huge_pages_change_nothing_but_the_pages() -> None:
 
 
 def test_small_tensors_share_huge_pages() -> None:
-    tensors = [torch.full((4096,), float(i)) for i in range(1000)]
-    ranges = [(t.data_ptr(), t.nbytes) for t in tensors]
+    memory = mmap.mmap(-1, 16 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # new, because malloc's may be huge already
+    whole = torch.frombuffer(memory, dtype=torch.float32)
+    tensors = [whole[i : i + 4096] for i in range(0, len(whole), 4096 + 16)]
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i)
     collapser = Collapser()
     before = _huge_bytes()
-    collapser.ask(ranges)
+    collapser.ask((t.data_ptr(), t.nbytes) for t in tensors)
     collapser.settle(timeout=30)
     if not collapse(torch.ones(4 << 20).data_ptr(), 16 << 20):
         pytest.skip("this kernel gives no huge pages to whoever asks")
