@@ -430,7 +430,7 @@ class RegistrationService:
                 return
         text = (
             f"{member[0]} rank {member[1]} cannot take part in batch {scope.batch!r}, register it again: its "
-            f"register_tensors ended early, when all ranks had come or Redis had lost who has"
+            f"register_tensors ended early, and others may have counted on it"
         )
         if (registration := self.known.get(key)) is not None:
             self._end_for_all(registration, _forsaken(text))
