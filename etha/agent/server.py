@@ -80,6 +80,7 @@ from etha.bus.messages import (
     Register,
     Released,
     Status,
+    Streamed,
     Subscribe,
     Supersede,
     SwapValue,
@@ -414,7 +415,7 @@ class Agent:
             if peer.key in self._observers:
                 return self._show(peer, request)
             session = self._session(peer)
-            if self.greeting.leaving and not isinstance(request.message, GetStatus | Pulled):
+            if self.greeting.leaving and not isinstance(request.message, GetStatus | Pulled | Streamed):
                 raise AgentUnavailableError(LEAVING)
             self._dispatch(session, request)
         except EthaError as error:
@@ -496,6 +497,10 @@ class Agent:
                 # Also if a rank has closed the batch: what moves goes on.
                 if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
                     self.transfers.pulled(session, registered, message)
+                peer.reply(request.id, Ok())
+            case Streamed(batch=batch, epoch=epoch) as message:
+                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
+                    self.transfers.streamed(session, registered, message)
                 peer.reply(request.id, Ok())
             case Supersede(batch=batch, epoch=epoch):
                 self.transfers.supersede(session, self.registrations.registered(session, batch, epoch))

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from etha import limits
@@ -113,6 +113,14 @@ class Attachment:
         self._take, self._gone = take, on_ended
         self._timer.cancel()
         self._owner.strangers.discard(self)
+
+    def hand(self, envelope: Envelope, fds: Sequence[int]) -> bool:
+        """Send descriptors, which stay the caller's. False if the other end does not read, or has gone."""
+        try:
+            self._packets.send(encode(envelope), fds)
+        except OSError:  # the connection's end is heard in another way
+            return False
+        return True
 
     def close(self) -> None:
         """Close; idempotent. ``on_ended`` is not called."""

@@ -12,12 +12,13 @@ import select
 import socket
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from etha.bus.codec import MAX_MESSAGE, Envelope, Malformed, decode, encode
+from etha.bus.codec import MAX_MESSAGE, Envelope, Malformed, Push, decode, encode
 from etha.bus.context import process_context
 from etha.bus.packets import PacketConnection, close_all
 from etha.bus.process import Credentials, is_exiting, open_pidfd
@@ -101,7 +102,7 @@ class Channel:
             connection.close()
             raise another_user(path, credentials.uid)
         self.pid = credentials.pid
-        self._packets = PacketConnection(connection, self._packet, self._disconnected)
+        self._packets = PacketConnection(connection, self._packet, self._disconnected, without=True)
         dealer = process_context().socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -203,15 +204,19 @@ class Channel:
             if Credentials.of_address(address).pid != self.pid:
                 return self._on_end(f"another process than {self.agent} answers on its bus")
             self._address = address
-        self._decoded(frames[0].buffer)
+        self._on_envelope(_decoded(frames[0].buffer))
 
     def _packet(self, data: bytes, fds: list[int]) -> None:
-        close_all(fds)
-        self._decoded(data)
-
-    def _decoded(self, data: bytes | memoryview) -> None:
-        try:
-            envelope: Envelope | Malformed = decode(data)
-        except Malformed as error:
-            envelope = error
+        envelope = _decoded(data)
+        if isinstance(envelope, Push):
+            envelope = replace(envelope, fds=tuple(fds))
+        else:
+            close_all(fds)
         self._on_envelope(envelope)
+
+
+def _decoded(data: bytes | memoryview) -> Envelope | Malformed:
+    try:
+        return decode(data)
+    except Malformed as error:
+        return error

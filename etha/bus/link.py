@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import zmq
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
 from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
-from etha.bus.packets import MAX_DESCRIPTORS
+from etha.bus.packets import MAX_DESCRIPTORS, close_all
 from etha.bus.process import check_not_forked
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError, note_of_log, noted, with_note
 from etha.observe.logs import log_of
@@ -37,6 +38,14 @@ DEATH = 2.0
 _CLOSED = "this client is closed"
 
 Answer = Reply | Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A message that came with descriptors, which whoever gets it owns."""
+
+    message: Any
+    fds: tuple[int, ...]
 
 
 class AgentRefusedError(AgentUnavailableError):
@@ -369,11 +378,15 @@ class AgentLink:
                     self._calls[id].deliver(envelope)
             case Push(0, Goodbye(text=text)):
                 self._lose(f"{self._channel.agent} said goodbye: {text}")
-            case Push(0, message):
+            case Push(0, message, fds):
+                close_all(fds)  # none belong to the session
                 self._told(message, self.on_push)
-            case Push(id, message):
-                if id in self._calls:
-                    self._told(message, self._calls[id].on_push)
+            case Push(id, message, fds):
+                call = self._calls.get(id)
+                if call is None or call.on_push is None:
+                    close_all(fds)
+                else:
+                    self._told(Handed(message, fds) if fds else message, call.on_push)
             case Malformed(id=int(id)) if id in self._calls:
                 self._calls[id].deliver(Failure(id, ProtocolError(envelope.message)))
             case _:

@@ -1,12 +1,13 @@
 """The messages between a worker and its agent, one struct each.
 
-    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled WaitOffer
-                      CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
+    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled Streamed
+                      WaitOffer CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
                       Publish BeginPut FinishPut WaitHeld WaitHolders GetSubscribers ClosePublication
                       DescribePublication Subscribe ClaimVersion EndHop CloseSubscription LeavePair
     agent -> worker   the reply that each docstring names
-    agent -> worker, unasked   PairLost BatchLost Progress Pull GroupChanging AskGroupProgress Announced ClaimLost
+    agent -> worker, unasked   PairLost BatchLost Progress Pull MoveStream GroupChanging AskGroupProgress Announced
+                      ClaimLost
 
 ``handshake`` has Hello and Welcome; ``codec`` turns messages into bytes.
 """
@@ -226,8 +227,8 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
 
     ``edition`` names the snapshot that is sent and is equal on all ranks of the side; "" sends the tensors themselves.
     ``mark``: IPC handle of the CUDA event that must come before the call; b"" for none. ``trace_id``: that of the
-    call's OpenTelemetry span, for the agent's trace; "" for none. ``pulls``: the caller's thread is blocked, so the
-    worker's processors are free to copy what it receives. ``expects``: a recv takes only what is sent under this
+    call's OpenTelemetry span, for the agent's trace; "" for none. ``blocks``: the caller's thread is blocked, so the
+    worker's processors are free to move its bytes themselves. ``expects``: a recv takes only what is sent under this
     version.
     """
 
@@ -240,7 +241,7 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
     edition: Text = ""
     mark: Annotated[bytes, Meta(max_length=MARK)] = b""
     trace_id: Annotated[str, Meta(max_length=32)] = ""
-    pulls: bool = False
+    blocks: bool = False
     expects: int | None = None
 
 
@@ -276,6 +277,41 @@ class Pulled(StrictStruct, frozen=True, kw_only=True):
     text: Text = ""
     pid: int = 0
     address: int = 0
+
+
+@message("move_stream")
+class MoveStream(StrictStruct, frozen=True, kw_only=True):
+    """Push under the id of a transfer, with descriptors: send rows of this worker's tensors over a stream, or receive
+    into them.
+
+    The first descriptor is the agent's socket, connected and at the right place. The worker answers with Streamed
+    requests until the last of them is ``over``. ``table`` numbers the rows within the registration; a second
+    descriptor, of a memfd, brings them the first time (``memory.worker_stream.StreamRows``).
+    """
+
+    seq: int
+    table: int
+    sends: bool
+
+
+@message("streamed")
+class Streamed(StrictStruct, frozen=True, kw_only=True):
+    """How far this worker has come with a MoveStream: ``done`` bytes. -> Ok.
+
+    ``over``: it does not use the socket any more, and has moved everything if ``kind`` is "". Otherwise ``kind`` is
+    "lost" for a connection that has failed with errno ``code`` (-1: it was closed), or that of a ReachError; "access":
+    it has moved nothing, and the agent has to.
+    """
+
+    batch: Text
+    epoch: int
+    seq: int
+    table: int
+    done: int
+    over: bool = False
+    kind: Text = ""
+    text: Text = ""
+    code: int = 0
 
 
 @message("moved")

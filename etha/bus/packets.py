@@ -40,18 +40,25 @@ def _descriptors(rights: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 class PacketConnection:
-    """Calls ``on_packet(data, fds)``, which owns the fds, and ``on_end(text)`` once when the other end is gone."""
+    """Calls ``on_packet(data, fds)``, which owns the fds, and ``on_end(text)`` once when the other end is gone.
+
+    ``without``: a packet whose descriptors this process has no room for comes without any, and does not end the
+    connection.
+    """
 
     def __init__(
         self,
         connection: socket.socket,
         on_packet: Callable[[bytes, list[int]], None],
         on_end: Callable[[str], None],
+        *,
+        without: bool = False,
     ) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._on_packet = on_packet
         self._on_end = on_end
+        self._without = without
         self._loop = asyncio.get_running_loop()
         self._room: asyncio.Future[None] | None = None
         self._loop.add_reader(connection.fileno(), self._ready)
@@ -103,6 +110,9 @@ class PacketConnection:
             except OSError as error:
                 return self._end(str(error.strerror))
             fds = _descriptors(rights)
+            if self._without and flags & socket.MSG_CTRUNC:
+                close_all(fds)
+                fds, flags = [], flags & ~socket.MSG_CTRUNC
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > MAX_DESCRIPTORS:
                 close_all(fds)
                 return self._end(f"a packet above {MAX_PACKET} bytes or {MAX_DESCRIPTORS} descriptors")

@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Protocol
@@ -209,6 +209,7 @@ class BusServer:
             start=start_time(credentials.pid) if credentials.pid else 0,
             hello=message,
             post=self._post,
+            hand=self._hand,
         )
         return Session(peer, connection, self._end)
 
@@ -236,6 +237,10 @@ class BusServer:
                 return
             log.warning("%r does not read: %d messages wait for it; its session ends", peer, HIGH_WATER)
             self._end(session, "died")
+
+    def _hand(self, peer: Peer, envelope: Push, fds: Sequence[int]) -> bool:
+        session = self._by_key.get(peer.key)
+        return session is not None and session.hand(envelope, fds)
 
     def _send(self, connection: Connection, envelope: Envelope) -> None:
         """Queue one message; BlockingIOError when the worker does not read."""

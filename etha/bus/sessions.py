@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import traceback as tracebacks
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from etha.bus.attachments import Attachment
@@ -37,7 +37,7 @@ class Peer:
     worker may have several sessions.
     """
 
-    __slots__ = ("_post", "disconnected", "hello", "key", "pid", "requests", "start", "uid")
+    __slots__ = ("_hand", "_post", "disconnected", "hello", "key", "pid", "requests", "start", "uid")
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class Peer:
         start: int,
         hello: WorkerHello,
         post: Callable[[Peer, Envelope], None],
+        hand: Callable[[Peer, Push, Sequence[int]], bool],
     ) -> None:
         self.key = key
         self.pid = pid
@@ -57,7 +58,7 @@ class Peer:
         #: ids of the requests that have no answer yet.
         self.requests: set[int] = set()
         self.disconnected = False
-        self._post = post
+        self._post, self._hand = post, hand
 
     def __repr__(self) -> str:
         return f"<Peer pid {self.pid} session {self.key[:8]}>"
@@ -82,6 +83,11 @@ class Peer:
         """
         if not self.disconnected:
             self._post(self, Push(id, message))
+
+    def hand(self, message: Any, id: int, fds: Sequence[int]) -> bool:
+        """Send a message about request ``id`` with descriptors, which stay the caller's. False if the worker does not
+        read, or has gone."""
+        return not self.disconnected and self._hand(self, Push(id, message), fds)
 
     def _answer(self, envelope: Reply | Failure) -> None:
         if self.disconnected:
@@ -126,6 +132,10 @@ class Session:
         attachment.serve(lambda header, fds: take(self.peer, header, fds), self._disconnected)
         if self._timer is not None:
             self._timer.cancel()
+
+    def hand(self, envelope: Envelope, fds: Sequence[int]) -> bool:
+        """Send on the descriptor connection. False if the worker does not read, or has gone."""
+        return self._attachment is not None and self._attachment.hand(envelope, fds)
 
     def release(self) -> None:
         """Release everything and report nothing any more. Idempotent."""

@@ -26,6 +26,7 @@ from etha.plan import Layout
 
 if TYPE_CHECKING:
     from etha.memory.pull import PullTable
+    from etha.memory.worker_stream import StreamRows
 
 #: Of a worker that cannot copy what it has received into its own tensors.
 COMMITTED_ALL_THE_SAME = "The transfer is committed, and this worker alone has not received it. "
@@ -86,8 +87,9 @@ class Registration:
     aside: StagedTensors | None = None
     snapshot: Snapshot | None = None
     snapshots: int = 0
-    #: What this worker copies itself in a blocking ``recv``, by the agent's number of the table.
+    #: What this worker copies itself in a blocking ``recv``, and moves over streams, by the agent's numbers.
     pull_tables: dict[int, PullTable] = field(default_factory=dict)
+    stream_tables: dict[int, StreamRows] = field(default_factory=dict)
 
     #: The tensors whose change autograd must hear of.
     owners: tuple[torch.Tensor, ...] = ()
@@ -180,7 +182,7 @@ class Registration:
         self.unmoved, self.owners = Unmoved(()), ()
         self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.pages = self.aside = self.snapshot = None
-        self.pull_tables = {}
+        self.pull_tables, self.stream_tables = {}, {}
 
     def received(self) -> None:
         """Tell autograd that the tensors have changed."""

@@ -15,17 +15,18 @@ import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
 from etha.bus.codec import Reply
 from etha.bus.link import Answer
-from etha.bus.messages import ExchangeSegments, Moved, Progress, Pull, Transfer
+from etha.bus.messages import ExchangeSegments, Moved, Progress, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
 from etha.client.memory.base import Mark, StagedTensors
 from etha.client.memory.exchange import PageExchange
+from etha.client.own_moves import OwnMoves
 from etha.client.registration import Registration, attach_shadows, leave, no_place
 from etha.client.results import OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield
@@ -40,9 +41,6 @@ from etha.errors import (
     with_note,
 )
 from etha.phases import NO_PHASES
-
-if TYPE_CHECKING:
-    from etha.client.pull import CallPulls
 
 log = logging.getLogger(__name__)
 
@@ -225,16 +223,15 @@ async def _once(
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left
 
-    pulls: list[CallPulls] = []  # none, or one: few calls copy themselves
+    own: list[OwnMoves] = []  # none, or one: few calls move something themselves
 
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):
             progress.tell(message.done, message.total)
-        elif isinstance(message, Pull):
-            from etha.client import pull  # here, because most calls copy nothing themselves
-
-            pulls.append(pull.CallPulls(registration, link))
-            pulls[0].begin(message)
+        elif call.blocks:
+            if not own:
+                own.append(OwnMoves(registration, link, verb))
+            own[0].begin(message)
 
     def late() -> TransferError:
         why = f"the agent did not answer by the deadline of {timeout:g} s"
@@ -257,7 +254,7 @@ async def _once(
         edition=edition,
         mark=mark.handle,
         trace_id=call.trace_id,
-        pulls=call.blocks and verb == "recv",
+        blocks=call.blocks,
         expects=expects,
     )
     asked = time.monotonic()
@@ -299,8 +296,8 @@ async def _once(
         raise
     finally:
         page.revoke(word)
-        if pulls and pulls[0].running:  # the call has failed, or was cancelled
-            await shield.finish(pulls[0].end())
+        if own and own[0].running:  # the call has failed, or was cancelled
+            await shield.finish(own[0].end())
             shield.release()
     assert isinstance(moved, Moved)
     answered = time.monotonic()

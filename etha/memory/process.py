@@ -216,3 +216,26 @@ class Beacon:
     def echoed(self) -> bool:
         """Whether some process has written the token right after itself."""
         return self._buffer[32:].tobytes() == self.token
+
+
+def lie_inside(rows: IoVec, spans: IoVec) -> bool:
+    """Whether every row lies inside one of ``spans``, or in several that touch. Both are rows (address, bytes)."""
+    spans = _merged(spans)
+    begin, stop = rows[:, 0], rows[:, 0] + rows[:, 1]
+    span = np.searchsorted(spans[:, 0], begin, "right") - 1
+    inside = (span >= 0) & (stop >= begin)
+    inside &= stop <= spans[span, 0] + spans[span, 1]
+    return bool(inside.all())
+
+
+def _merged(spans: IoVec) -> IoVec:
+    """Sorted spans of which none touches another: rows may reach from one tensor into the next one's memory."""
+    if not len(spans):
+        return np.zeros((1, 2), np.uint64)
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    stop = np.maximum.accumulate(spans[:, 0] + spans[:, 1])
+    first = np.flatnonzero(np.append(True, spans[1:, 0] > stop[:-1]))
+    merged = np.empty((len(first), 2), np.uint64)
+    merged[:, 0] = spans[first, 0]
+    merged[:, 1] = np.append(stop[first[1:] - 1], stop[-1]) - merged[:, 0]
+    return merged

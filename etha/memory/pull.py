@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from etha.memory.process import IoVec, ProcessMemory
+from etha.memory.process import IoVec, ProcessMemory, lie_inside
 from etha.memory.reach import AccessError, ReachError, WorkerGoneError
 
 if TYPE_CHECKING:
@@ -83,12 +83,7 @@ class PullTable:
 
         The kernel would write wherever a row points.
         """
-        spans = _merged(spans)
-        begin, stop = self.local[:, 0], self.local[:, 0] + self.local[:, 1]
-        span = np.searchsorted(spans[:, 0], begin, "right") - 1
-        inside = (span >= 0) & (stop >= begin)
-        inside &= stop <= spans[span, 0] + spans[span, 1]
-        if not inside.all():
+        if not lie_inside(self.local, spans):
             raise ReachError(
                 "the agent asks this worker to write outside of its registered tensors, so nothing was copied: this is "
                 "a fault in Etha, please report it"
@@ -101,19 +96,6 @@ def _sums(rows: IoVec, ends: Ends) -> npt.NDArray[np.uint64]:
         raise ValueError(f"the ends of chunks do not ascend to their {len(rows)} rows")
     begin = np.concatenate([np.zeros(1, np.uint64), ends[:-1]]).astype(np.int64)
     return np.add.reduceat(rows[:, 1], begin)
-
-
-def _merged(spans: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Sorted spans of which none touches another: rows may reach from one tensor into the next one's memory."""
-    if not len(spans):
-        return np.zeros((1, 2), np.uint64)
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    stop = np.maximum.accumulate(spans[:, 0] + spans[:, 1])
-    first = np.flatnonzero(np.append(True, spans[1:, 0] > stop[:-1]))
-    merged = np.empty((len(first), 2), np.uint64)
-    merged[:, 0] = spans[first, 0]
-    merged[:, 1] = np.append(stop[first[1:] - 1], stop[-1]) - merged[:, 0]
-    return merged
 
 
 def load_pull() -> PullLibrary | None:

@@ -15,6 +15,7 @@ from etha.errors import PeerLostError
 from etha.memory.revocation import Guard
 from etha.transport.arrival import ArrivingVersion
 from etha.transport.copy.program import Member
+from etha.transport.loan import Lender
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
@@ -62,7 +63,7 @@ class WireRun:
     ``touched`` says whether targets may have been written, and ``wired`` how many bytes have come over the wire.
     ``limit``: how fast this agent may send, None for no limit. ``arriving``: what is told of all that comes.
     ``passed``: what is sent is itself still arriving here. ``resumed``: agents to whose targets an earlier run has
-    brought a part of this version.
+    brought a part of this version. ``lender``: lends streams to workers that move the bytes themselves.
     """
 
     program: WireProgram
@@ -77,6 +78,7 @@ class WireRun:
     arriving: ArrivingVersion | None = None
     passed: ArrivingVersion | None = None
     resumed: frozenset[str] = frozenset()
+    lender: Lender | None = None
     touched: bool = False
     wired: int = 0
 

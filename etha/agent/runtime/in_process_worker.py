@@ -77,6 +77,7 @@ class InProcessWorker:
             start=holder.start,
             hello=hello,
             post=self._post,
+            hand=lambda *_: False,  # its calls block no thread
         )
         memory = WorkerMemory(holder.pid, holder.start, private=False)
         for segment in segments:

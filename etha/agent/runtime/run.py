@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etha.agent.protocol.verification import VerificationPlan
@@ -19,6 +19,7 @@ from etha.agent.runtime.lane import NOTHING, Lane, Running, WorkspacePool
 from etha.agent.runtime.pulls import WorkerPulls
 from etha.agent.runtime.transports import BatchTransport
 from etha.agent.runtime.verification import TransferVerification
+from etha.agent.runtime.worker_streams import WorkerStreams
 from etha.bus.messages import Pulled
 from etha.errors import TransferError
 from etha.memory.reach import AccessError, ReachError, RevokedError
@@ -35,6 +36,7 @@ from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.run import NOT_COME
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import WireProgram
+from etha.transport.wire.worker_rows import StreamLane, Stretch
 
 #: Programs of at most this many bytes run on the loop itself, in about ten microseconds.
 _SHORT = 64 << 10
@@ -60,6 +62,8 @@ class DirectionProgram:
     verification_plan: VerificationPlan | None = None
     #: What receiving workers that wait in a blocking call can copy themselves.
     pull: PullPlan | None = None
+    #: What workers that wait in a blocking call can send or receive themselves.
+    stretches: Mapping[StreamLane, Mapping[int, Stretch]] = field(default_factory=dict)
     payload: Payload = NO_PAYLOAD
 
     @property
@@ -88,13 +92,14 @@ class TransferRun:
         over: Over,
         verification: TransferVerification | None = None,
         pulls: WorkerPulls | None = None,
+        streams: WorkerStreams | None = None,
         about: Mapping[str, Any] = NOTHING,
         limit: RateLimit | None = None,
         arriving: ArrivingVersion | None = None,
         passed: ArrivingVersion | None = None,
         resumed: frozenset[str] = frozenset(),
     ) -> None:
-        """``bases`` and ``held``: see ``WireRun``. ``pulls``: the copies that workers do themselves.
+        """``bases`` and ``held``: see ``WireRun``. ``pulls``, ``streams``: what workers move themselves.
 
         ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``,
         ``passed``, ``resumed``: see ``WireRun``; one that passes a version on ends well only once that has come whole.
@@ -104,6 +109,7 @@ class TransferRun:
         self._come = asyncio.Event()
         self._limit = limit
         self._pulls = pulls
+        self.streams = streams
         self._about = about
         self._program, self._seq, self._guards = program, seq, guards
         self._lane, self._plane, self._wire, self._after = lane, plane, wire, after
@@ -148,6 +154,11 @@ class TransferRun:
 
     # ---- inside -------------------------------------------------------------------------------
 
+    @property
+    def _plain(self) -> bool:
+        """Whether nobody has to know of each byte when it travels."""
+        return self._limit is None and self.arriving is None and self._passed is None and self._verification is None
+
     async def _after_reading(self, verification: TransferVerification) -> None:
         begun, self.verifying = time.monotonic(), True
         try:
@@ -190,6 +201,7 @@ class TransferRun:
                 limit=self._limit,
                 passed=self._passed,
                 resumed=self._resumed,
+                lender=self.streams if self._plain else None,
             )
             arriving = self.arriving
             if arriving is not None and not job.pieces and pulls is None and may_arrive(program.wire):
@@ -349,7 +361,7 @@ class TransferRun:
             # Copies and checks of one lane run one after the other, so the larger of the two counts.
             self.peak_staging = max(self.peak_staging, self._verification.close())
         self._running = []
-        self._job = self._run = self._pulls = None  # they hold this move or workers' memory
+        self._job = self._run = self._pulls = self.streams = None  # they hold this move or workers' memory
         self._tell(self._error, touched)
 
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,8 @@ class WorkerSession:
     differs: str = ""
     #: Whether the worker reaches the memory of others; True until it has said that it does not.
     pulls: bool = True
+    #: Whether it can take streams; True until it has said that it cannot.
+    streams: bool = True
     #: Why the worker copies some of its tensors through shared memory; empty if it does not.
     staged: str = ""
     #: How fast this agent may send what the worker has; None: as fast as it can.
@@ -193,6 +195,12 @@ class OpenCalls:
         """Send news about a call that is still open."""
         if (call := self._open.get(key)) is not None:
             call.peer.push(message, call.id)
+
+    def hand(self, key: CallKey, message: Any, fds: Sequence[int]) -> bool:
+        """Send news about a call with descriptors, which stay the caller's. False if the call is over, or if the
+        worker does not read."""
+        call = self._open.get(key)
+        return call is not None and call.peer.hand(message, call.id, fds)
 
     def drop(self, peer: Peer) -> None:
         """The worker has left: forget its calls."""

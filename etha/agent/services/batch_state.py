@@ -49,8 +49,9 @@ class Tensors:
     order: tuple[str, ...]
     shadows: Mapping[str, TensorHandle] | None = None
     snapshot: Mapping[str, TensorHandle] | None = None
-    #: The numbers of the pull tables that its worker has.
+    #: The numbers of the tables of pulls, and of streams, that its worker has.
     pull_tables: set[int] = field(default_factory=set)
+    stream_tables: set[int] = field(default_factory=set)
     #: The segments that the handles name.
     segments: set[str] = field(init=False)
 
@@ -105,8 +106,8 @@ class Ask:
     member: Member
     verb: Verb
     trace_id: str = ""
-    #: Whether the caller's thread is blocked, so that the worker can copy what it receives.
-    pulls: bool = False
+    #: Whether the caller's thread is blocked, so that the worker can move its bytes itself.
+    blocks: bool = False
     since: float = field(default_factory=time.monotonic)
 
 

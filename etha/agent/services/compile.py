@@ -33,6 +33,7 @@ from etha.transport.wire.flows import BUCKET, WireProgram
 from etha.transport.wire.host_reads import compile_host
 from etha.transport.wire.nccl_messages import device_cut
 from etha.transport.wire.routing import account
+from etha.transport.wire.worker_rows import worker_stretches
 
 Views = dict[int, dict[int, View]]
 
@@ -180,6 +181,7 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         joins=batch.over_nccl,
         verification_plan=verification_plan,
         pull=None if verification_plan is not None or wire.aliased else pull_plan(near),
+        stretches={} if batch.over_nccl or verification_plan is not None else worker_stretches(wire),
         payload=_payload(batch, source, nbytes, near, wire),
     )
 

@@ -31,6 +31,7 @@ from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferR
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
+from etha.agent.runtime.worker_streams import Mover, WorkerStreams
 from etha.agent.services.batch_state import Ask, Key, RegisteredBatch, RunningProgram
 from etha.agent.services.compile import TransferCompiler
 from etha.agent.services.differences import bases, held_here, resumed, tell_held
@@ -41,7 +42,7 @@ from etha.agent.services.stream_order import StreamOrder
 from etha.agent.services.transfer_records import failed_call, settled_transfer
 from etha.agent.services.transfer_spans import about_batch, about_run, trace_transfer
 from etha.bus.codec import Request
-from etha.bus.messages import Moved, Progress, Pulled, Transfer
+from etha.bus.messages import Moved, Progress, Pulled, Streamed, Transfer
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, TransferError, noted, with_note
 from etha.memory.handles import span_nbytes
 from etha.memory.mapping import DTYPES
@@ -117,7 +118,7 @@ class TransferService:
             member=member,
             verb=message.verb,
             trace_id=message.trace_id,
-            pulls=message.pulls,
+            blocks=message.blocks,
         )
         if message.verb == "recv":
             tell_held(batch, member, session, lambda agent, held: self._links.tell(agent, batch.scope, held))
@@ -141,6 +142,13 @@ class TransferService:
         if current is not None and current.run is not None:
             side, rank = session.seats[batch.pairs[0]].member
             current.run.hear(("source" if side == current.source else "target", rank), message)
+
+    def streamed(self, session: WorkerSession, batch: RegisteredBatch, message: Streamed) -> None:
+        """A worker says how far it has come with a stream."""
+        current = batch.current
+        if current is not None and current.run is not None and current.run.streams is not None:
+            side, rank = session.seats[batch.pairs[0]].member
+            current.run.streams.hear(("source" if side == current.source else "target", rank), message)
 
     def supersede(self, session: WorkerSession, batch: RegisteredBatch) -> None:
         """A worker takes a newer snapshot than the one that it offers."""
@@ -339,6 +347,7 @@ class TransferService:
             over=lambda error, touched: self._moved(batch, current, error, touched),
             verification=verification,
             pulls=self._pulls(batch, current, program, guards),
+            streams=self._streams(batch, current, program),
             about=NOTHING if trace.active is None else about_run(batch, current),
             limit=limit,
             arriving=arriving,
@@ -358,7 +367,7 @@ class TransferService:
         side = batch.other(current.source)
         calls = {member: current.calls[side, member[1]] for member in program.pull.tables}
         asks = [batch.asks[key] for key in calls.values()]
-        if not all(ask.pulls and ask.session.pulls for ask in asks):
+        if not all(ask.blocks and ask.session.pulls for ask in asks):
             return None
         return WorkerPulls(
             program.pull,
@@ -370,6 +379,25 @@ class TransferService:
             guards=guards,
             threads=max(1, self._lane.threads // len(calls)),
         )
+
+    def _streams(
+        self, batch: RegisteredBatch, current: RunningProgram, program: DirectionProgram
+    ) -> WorkerStreams | None:
+        """What workers that are blocked in their calls may send or receive themselves; None if nothing."""
+        if not program.stretches:
+            return None
+        movers: dict[Member, Mover] = {}
+        for member in {s.member for lane in program.stretches.values() for s in lane.values()}:
+            side = current.source if member[0] == "source" else batch.other(current.source)
+            call = current.calls[side, member[1]]
+            ask = batch.asks[call]
+            if ask.blocks and ask.session.streams:
+                known = batch.tensors[side, member[1]].stream_tables
+                movers[member] = Mover(call=call, session=ask.session, known=known)
+        if not movers:
+            return None
+        variant = 2 * int(current.snapshot) + int(current.source < batch.other(current.source))
+        return WorkerStreams(program.stretches, current.seq, variant, open_calls=self._calls, movers=movers)
 
     def _moved(
         self, batch: RegisteredBatch, current: RunningProgram, error: BaseException | None, touched: bool

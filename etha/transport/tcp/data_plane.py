@@ -275,6 +275,7 @@ class DataPlane:
                     bases=self._chosen(wire_run), held=wire_run.held if program.differs else 0,
                     on_progress=on_progress, on_fail=lambda: self.discard(sets.values()), limit=wire_run.limit,
                     arriving=wire_run.arriving, passed=wire_run.passed, resumed=wire_run.resumed,
+                    lender=wire_run.lender,
                 )  # fmt: skip
                 self._changed.notify_all()
         except BaseException:

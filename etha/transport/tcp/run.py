@@ -28,6 +28,7 @@ from etha.transport.base import Progress
 from etha.transport.copy.program import Member
 from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
+from etha.transport.loan import Lender, Loan
 from etha.transport.rate_limit import RateLimit
 from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.differences import BaseVersion
@@ -82,7 +83,10 @@ class TcpRun:
         arriving: ArrivingVersion | None = None,
         passed: ArrivingVersion | None = None,
         resumed: frozenset[str] = frozenset(),
+        lender: Lender | None = None,
     ) -> None:
+        #: Who lends streams to workers.
+        self.lender = lender
         self.program, self.guards, self.label = program, guards, label
         #: How fast this agent may send.
         self.limit = limit
@@ -116,7 +120,7 @@ class TcpRun:
         self._wave = 0
         self._pass_waves()
         if passed is not None:
-            passed.listen(self._wake)
+            passed.listen(self.wake)
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -227,14 +231,25 @@ class TcpRun:
         if passed.lost:
             raise TransferError(NOT_COME)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have those that wait look again."""
         with self._changed:
             self._changed.notify_all()
 
     def leave(self) -> None:
         """It is over, and hears of nothing any more."""
         if self.passed is not None:
-            self.passed.ignore(self._wake)
+            self.passed.ignore(self.wake)
+
+    # ---- what workers move ---------------------------------------------------------------------
+
+    def await_loan(self, loan: Loan) -> None:
+        """Wait until more bytes of a loan have travelled, or it is over."""
+        with self._changed:
+            done = loan.done
+            while self.error is None and not loan.over and loan.done == done:
+                self._changed.wait()
+            self._check()
 
     # ---- the rate ------------------------------------------------------------------------------
 

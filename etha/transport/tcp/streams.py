@@ -2,6 +2,7 @@
 
     receive   header -> its run -> span by span: straight into memory | receive, unpack
     send      job -> header, then span by span: straight from memory | pack, send
+    both      a stretch of spans that a worker moves itself: lend it the socket, wait
 
 A thread never waits inside a call's guard: it waits for the socket outside, and each system call inside moves only what
 is ready. ``shut`` wakes a thread wherever it waits.
@@ -36,6 +37,7 @@ from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, TcpRun
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import CHUNK, Flow, FlowPiece, Span, count_pieces, divide
+from etha.transport.wire.worker_rows import Stretch
 
 _MAGIC = b"etha-w3\0"
 #: magic, key, digest of the flow, seq, lane, lanes, payload of the flow, bytes of this stream, base, asks.
@@ -100,6 +102,8 @@ _KEEPALIVE = (
 )
 
 
+#: Sockets of streams that may be lent. That of an encrypted one leads to the thread that encrypts.
+_LENDABLE = (socket.AF_INET, socket.AF_INET6)
 #: Numbers of streams in the trace.
 _numbers = itertools.count(1)
 
@@ -212,6 +216,32 @@ class Stream(ABC):
         poll = select.poll()
         poll.register(self.sock, event)
         poll.poll()
+
+    def lent(self, run: TcpRun, lane: int, first: int, *, sends: bool) -> Stretch | None:
+        """Have a worker move the stretch that begins with span number ``first``. None if this thread has to."""
+        if run.lender is None or self.sock.family not in _LENDABLE:
+            return None
+        stretch = run.lender.stretch(self.peer, sends, lane, first)
+        if stretch is None:
+            return None
+        loan, counted = run.lender.lend(stretch, self.sock, run.wake), 0
+        try:
+            while not loan.over:
+                run.await_loan(loan)
+                share = stretch.nbytes * loan.done // stretch.wire
+                run.moved(share - counted)
+                counted = share
+        finally:
+            run.lender.give_up(loan)
+            if not sends and not loan.declined:
+                run.touched = True
+        if loan.declined:
+            return None
+        if loan.error is not None:
+            raise self.lost() if loan.ended else loan.error
+        run.moved(0, 0 if sends else stretch.wire)
+        self.owner.count(self.peer, *((stretch.nbytes, 0) if sends else (0, stretch.nbytes)))
+        return stretch
 
     def part(self, run: TcpRun, lane: int) -> _Part:
         """Context of this stream's part of a run, one lane of a flow. An error in it ends the run and the stream."""
@@ -340,7 +370,13 @@ class ReceiveStream(Stream):
     def _run(self, run: TcpRun, flow: Flow, header: Header) -> None:
         spans, base = flow.lanes[header.lane], header.base
         kept = self._say_kept(run, spans) if header.asks else None
+        past = 0
         for number, whole in enumerate(spans):
+            if number < past:
+                continue
+            if not base and kept is None and (stretch := self.lent(run, header.lane, number, sends=False)) is not None:
+                past = number + len(stretch.spans)
+                continue
             rest, had = ([whole], []) if kept is None else divide(whole, kept[number])
             for span in had:
                 assert run.arriving is not None
@@ -586,7 +622,13 @@ class SendStream(Stream):
         more = 0 if spans[0].parts or spans[0].after or run.passed is not None or asks else socket.MSG_MORE
         self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq, asks).pack(), more)
         kept = self._ask(spans) if asks else None
+        past = 0
         for number, whole in enumerate(spans):
+            if number < past:
+                continue
+            if base is None and kept is None and (stretch := self.lent(run, lane, number, sends=True)) is not None:
+                past = number + len(stretch.spans)
+                continue
             rest, had = ([whole], []) if kept is None else divide(whole, kept[number])
             for span in had:
                 run.moved(span.nbytes)

@@ -26,6 +26,7 @@ from etha.plan import Plan, TensorSpec, build_plan, simulate
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.copy.cpu import Workspace
 from etha.transport.copy.program import Member, Program
+from etha.transport.loan import Lender
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.listener import DataAddress
 from etha.transport.tcp.tls import Identity
@@ -221,15 +222,24 @@ def run_here(program: Program) -> None:
 
 
 async def transfer(
-    job: Job, at: Mapping[str, Agent], seq: int = 1, guards: Mapping[str, Mapping[Member, Guard]] | None = None
+    job: Job,
+    at: Mapping[str, Agent],
+    seq: int = 1,
+    guards: Mapping[str, Mapping[Member, Guard]] | None = None,
+    lend: Callable[[WireProgram], Lender | None] = lambda program: None,
 ) -> dict[str, WireProgram]:
-    """One whole transfer over all agents of a job, each doing its part; who sends opens the streams."""
+    """One whole transfer over all agents of a job, each doing its part; who sends opens the streams.
+
+    ``lend`` makes the lender of an agent's program.
+    """
     programs = {name: job.wire(name) for name in job.agents}
     for name, program in programs.items():
         peers = [TransportPeer(agent=peer, address=at[peer].address_for(name)) for peer in program.sends]
         await at[name].transport.open(peers)
     runs = {
-        name: WireRun(program=program, seq=seq, key=bytes(32), guards=(guards or {}).get(name, {}))
+        name: WireRun(
+            program=program, seq=seq, key=bytes(32), guards=(guards or {}).get(name, {}), lender=lend(program)
+        )
         for name, program in programs.items()
     }
     for name, run in runs.items():
