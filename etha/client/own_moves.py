@@ -230,7 +230,7 @@ class CallStream:
         self.over.set_result(None)
         if (tracer := trace.active) is not None:
             about = {"name": "stream", "batch": registration.batch, "seq": self._request.seq}
-            tracer.piece("own streams", self._begun, about, 0, done, OSError(code, os.strerror(code)) if code else None)
+            tracer.piece(f"own stream {self._request.table}", self._begun, about, 0, done, OSError(code, os.strerror(code)) if code else None)
         self._report(_streamed(registration, self._request, done=done, over=True, code=code))
 
     def _tick(self) -> None:

@@ -115,7 +115,8 @@ class WorkerStreams:
         if message.kind == AccessError.kind:
             mover.session.streams = False
             return self._end(loan, declined=True)
-        mover.known.add(message.table)
+        if not message.kind:
+            mover.known.add(message.table)
         loan.done = max(loan.done, min(message.done, loan.stretch.wire))
         if not message.over:
             return loan.wake()

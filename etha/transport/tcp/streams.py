@@ -233,7 +233,7 @@ class Stream(ABC):
                 counted = share
         finally:
             run.lender.give_up(loan)
-            if not sends and not loan.declined:
+            if not sends and not loan.declined and (loan.done or not loan.over):
                 run.touched = True
         if loan.declined:
             return None
