@@ -27,7 +27,7 @@ BUS = {
     "add_value", "ask_group_progress", "depart_group", "enter_group", "get_values", "group_changing", "group_formed",
     "group_noted", "group_progress",
     "put_values", "swap_value", "values",
-    "pull", "pulled",
+    "move_stream", "pull", "pulled", "streamed",
     "announced", "begin_put", "claim_lost", "claim_version", "close_publication", "close_subscription",
     "describe_publication", "end_hop",
     "exchange_segments",
