@@ -230,7 +230,8 @@ class CallStream:
         self.over.set_result(None)
         if (tracer := trace.active) is not None:
             about = {"name": "stream", "batch": registration.batch, "seq": self._request.seq}
-            tracer.piece(f"own stream {self._request.table}", self._begun, about, 0, done, OSError(code, os.strerror(code)) if code else None)
+            error = OSError(code, os.strerror(code)) if code else None
+            tracer.piece(f"own stream {self._request.table}", self._begun, about, 0, done, error)
         self._report(_streamed(registration, self._request, done=done, over=True, code=code))
 
     def _tick(self) -> None:
