@@ -22,7 +22,7 @@ from etha.bus.handshake import WorkerHello, WorkerWelcome
 from etha.bus.messages import Probe, Probed
 from etha.bus.server import Service
 from etha.bus.sessions import Peer, Reason
-from etha.errors import AgentUnavailableError, EthaError
+from etha.errors import AgentUnavailableError, EthaError, ProtocolError
 from etha.memory.process import ProcessMemory
 from etha.memory.reach import ReachError
 
@@ -72,6 +72,10 @@ class EarlyService:
             if request.deadline < math.inf:
                 loop = asyncio.get_running_loop()
                 self._timers[peer.key, request.id] = loop.call_at(request.deadline, self._end, peer, request.id)
+
+    def said(self, peer: Peer, message: Any) -> None:
+        """What workers say without being asked is about a transfer, and there is none yet."""
+        raise ProtocolError("no transfer has begun")
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
         """A worker does not want an answer any more, and waits for a confirmation."""

@@ -415,7 +415,7 @@ class Agent:
             if peer.key in self._observers:
                 return self._show(peer, request)
             session = self._session(peer)
-            if self.greeting.leaving and not isinstance(request.message, GetStatus | Pulled | Streamed):
+            if self.greeting.leaving and not isinstance(request.message, GetStatus):
                 raise AgentUnavailableError(LEAVING)
             self._dispatch(session, request)
         except EthaError as error:
@@ -424,6 +424,20 @@ class Agent:
             log.exception("request %s failed", type(request.message).__name__)
             text = with_note(f"the agent failed, a bug of Etha: {error!r}", self.links.log_note)
             self._refuse(peer, request, ProtocolError(text))
+
+    def said(self, peer: Peer, message: Any) -> None:
+        """A worker says how far it has come with what it moves itself."""
+        session = self._session(peer)
+        match message:
+            case Pulled(batch=batch, epoch=epoch):
+                # Also if a rank has closed the batch, or this agent is leaving: what moves goes on.
+                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
+                    self.transfers.pulled(session, registered, message)
+            case Streamed(batch=batch, epoch=epoch):
+                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
+                    self.transfers.streamed(session, registered, message)
+            case _:
+                raise ProtocolError(f"a {type(message).__name__} is a request")
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
         """A worker does not want an answer any more."""
@@ -493,15 +507,6 @@ class Agent:
             case Transfer() as message:
                 found = self.registrations.registered(session, message.batch, message.epoch)
                 self.transfers.transfer(session, request, message, found)
-            case Pulled(batch=batch, epoch=epoch) as message:
-                # Also if a rank has closed the batch: what moves goes on.
-                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
-                    self.transfers.pulled(session, registered, message)
-                peer.reply(request.id, Ok())
-            case Streamed(batch=batch, epoch=epoch) as message:
-                if (registered := self.registrations.find(session, batch, epoch).registered) is not None:
-                    self.transfers.streamed(session, registered, message)
-                peer.reply(request.id, Ok())
             case Supersede(batch=batch, epoch=epoch):
                 self.transfers.supersede(session, self.registrations.registered(session, batch, epoch))
                 peer.reply(request.id, Ok())

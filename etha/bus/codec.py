@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: Version of these messages. Raise it when a message gains, loses or changes a field: neither end takes unknown ones.
-PROTOCOL = 6
+PROTOCOL = 7
 #: Largest message in bytes; both ends pass it to their sockets, too.
 MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.
@@ -86,7 +86,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """A message that nobody asked for, about request ``id`` or, if 0, about the session.
+    """A message that nobody asked for, about request ``id`` or, if 0, about the session. A worker's are about that.
 
     ``fds`` are the descriptors that came with it. They are no part of its bytes.
     """

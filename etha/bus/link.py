@@ -179,6 +179,12 @@ class AgentLink:
 
         return await self._call(message, timeout, post, on_push, on_timeout, on_cancel, patient, tag)
 
+    def tell(self, message: Any) -> None:
+        """Say something that needs no answer. Nothing is said to an agent that is lost, or that takes no messages."""
+        if not self.lost.done():
+            with suppress(AgentLostError):
+                self._channel.post(Push(0, message))
+
     async def send_descriptors(
         self,
         header: dict[str, Any],

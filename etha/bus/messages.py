@@ -1,10 +1,11 @@
 """The messages between a worker and its agent, one struct each.
 
-    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer Pulled Streamed
+    worker -> agent   Probe InitPair Register AttachShadows AttachSnapshot Supersede Confirm Transfer
                       WaitOffer CloseBatch GetStatus GetEvents GetRecords GetPicture LetGo
                       EnterGroup DepartGroup GroupProgress PutValues GetValues AddValue SwapValue
                       Publish BeginPut FinishPut WaitHeld WaitHolders GetSubscribers ClosePublication
                       DescribePublication Subscribe ClaimVersion EndHop CloseSubscription LeavePair
+    worker -> agent, unasked   Pulled Streamed
     agent -> worker   the reply that each docstring names
     agent -> worker, unasked   PairLost BatchLost Progress Pull MoveStream GroupChanging AskGroupProgress Announced
                       ClaimLost
@@ -249,7 +250,7 @@ class Transfer(StrictStruct, frozen=True, kw_only=True):
 class Pull(StrictStruct, frozen=True, kw_only=True):
     """Push under the id of a ``recv``: copy what a table says into this worker's tensors, on ``threads`` threads.
 
-    The worker answers with Pulled requests until the last of them is ``over``. ``table`` numbers the table within the
+    The worker says Pulled until the last of them is ``over``. ``table`` numbers the table within the
     registration; its content (``memory.pull.PullTable``: ``processes`` and ``blobs``) comes with the first push only.
     """
 
@@ -262,7 +263,7 @@ class Pull(StrictStruct, frozen=True, kw_only=True):
 
 @message("pulled")
 class Pulled(StrictStruct, frozen=True, kw_only=True):
-    """How far this worker has come with a Pull: ``done`` bytes. -> Ok.
+    """How far this worker has come with a Pull: ``done`` bytes. It is not answered.
 
     ``over``: nothing is being copied any more; everything was copied if ``kind`` is "", otherwise ``kind``, ``text``,
     ``pid`` and ``address`` are those of a ReachError.
@@ -284,8 +285,8 @@ class MoveStream(StrictStruct, frozen=True, kw_only=True):
     """Push under the id of a transfer, with descriptors: send rows of this worker's tensors over a stream, or receive
     into them.
 
-    The first descriptor is the agent's socket, connected and at the right place. The worker answers with Streamed
-    requests until the last of them is ``over``. ``table`` numbers the rows within the registration; a second
+    The first descriptor is the agent's socket, connected and at the right place. The worker says Streamed until
+    the last of them is ``over``. ``table`` numbers the rows within the registration; a second
     descriptor, of a memfd, brings them the first time (``memory.worker_stream.StreamRows``).
     """
 
@@ -296,7 +297,7 @@ class MoveStream(StrictStruct, frozen=True, kw_only=True):
 
 @message("streamed")
 class Streamed(StrictStruct, frozen=True, kw_only=True):
-    """How far this worker has come with a MoveStream: ``done`` bytes. -> Ok.
+    """How far this worker has come with a MoveStream: ``done`` bytes. It is not answered.
 
     ``over``: it does not use the socket any more, and has moved everything if ``kind`` is "". Otherwise ``kind`` is
     "lost" for a connection that has failed with errno ``code`` (-1: it was closed), or that of a ReachError; "access":

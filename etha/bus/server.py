@@ -58,6 +58,9 @@ class Service(Protocol):
         An exception raised here is sent as the answer.
         """
 
+    def said(self, peer: Peer, message: Any) -> None:
+        """The worker says something that needs no answer. An exception raised here is logged."""
+
     def cancelled(self, peer: Peer, request_id: int) -> None:
         """The worker does not wait for ``request_id`` any more. The service must still answer it soon."""
 
@@ -154,6 +157,8 @@ class BusServer:
             case Cancel(id):
                 if id in session.peer.requests:
                     self.service.cancelled(session.peer, id)
+            case Push(0, message) if session.attached:
+                self._hear(session.peer, message)
             case _:
                 self._malformed(connection, session, Malformed(f"a {type(envelope).__name__} from a worker"))
 
@@ -172,6 +177,14 @@ class BusServer:
             self.service.received(peer, request)
         except Exception as error:
             peer.fail(request.id, _told(request, error))
+
+    def _hear(self, peer: Peer, message: Any) -> None:
+        try:
+            self.service.said(peer, message)
+        except EthaError as error:
+            log.warning("dropped a %s from %r: %s", type(message).__name__, peer, error)
+        except Exception:
+            log.exception("the agent failed on a %s from %r", type(message).__name__, peer)
 
     def _greet(self, connection: Connection, envelope: Envelope) -> None:
         credentials = connection.credentials

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import math
 import os
 import socket
 import threading
@@ -24,7 +23,6 @@ from etha.bus.link import AgentLink, Handed
 from etha.bus.messages import MoveStream, Pull, Pulled, Streamed
 from etha.bus.packets import close_all
 from etha.client.registration import Registration
-from etha.errors import EthaError
 from etha.memory.handles import span_nbytes
 from etha.memory.process import IoVec
 from etha.memory.pull import PullRun, PullTable
@@ -44,7 +42,6 @@ class OwnMoves:
     def __init__(self, registration: Registration, link: AgentLink, verb: Literal["send", "recv"]) -> None:
         self._registration, self._link, self._verb = registration, link, verb
         self._moves: list[CallPull | CallStream] = []
-        self._reports: set[asyncio.Task[None]] = set()
 
     @property
     def running(self) -> bool:
@@ -54,11 +51,13 @@ class OwnMoves:
     def begin(self, message: Any) -> None:
         """Begin what the agent asks for. Returns at once; the agent hears of the end."""
         if isinstance(message, Pull):
-            self._begin(lambda: CallPull(self._registration, message, self._report))
+            self._begin(lambda: CallPull(self._registration, message, self._link.tell))
         elif isinstance(message, Handed) and isinstance(message.message, MoveStream):
-            self._begin(lambda: CallStream(self._registration, message.message, message.fds, self._verb, self._report))
+            self._begin(
+                lambda: CallStream(self._registration, message.message, message.fds, self._verb, self._link.tell)
+            )
         elif isinstance(message, MoveStream):  # this process has no room for its descriptors
-            self._report(_streamed(self._registration, message, error=AccessError("no descriptors are left")))
+            self._link.tell(_streamed(self._registration, message, error=AccessError("no descriptors are left")))
 
     def _begin(self, make: Callable[[], CallPull | CallStream]) -> None:
         move = make()
@@ -71,15 +70,6 @@ class OwnMoves:
             move.stop()
         if waits := {move.over for move in self._moves if not move.over.done()}:
             await asyncio.wait(waits)
-
-    def _report(self, message: Pulled | Streamed) -> None:
-        task = asyncio.get_running_loop().create_task(self._send(message))
-        self._reports.add(task)
-        task.add_done_callback(self._reports.discard)
-
-    async def _send(self, message: Pulled | Streamed) -> None:
-        with suppress(EthaError):  # an agent that is gone ends the call in another way
-            await self._link.request(message, timeout=math.inf)
 
 
 Report = Callable[[Pulled | Streamed], None]

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import uvloop
 
-from etha.bus.codec import Failure, Reply
+from etha.bus.codec import Failure, Push, Reply
 from etha.bus.link import GRACE, AgentLink, Answer
 from etha.bus.server import BusServer
 from etha.config import MAX_SOCKET_PATH
@@ -121,6 +121,32 @@ async def test_a_callback_that_fails_harms_nothing(path: Path, caplog: pytest.Lo
     async with connected(path) as link:
         assert await link.request(Feed(count=2), timeout=5.0, on_push=broken) == Feed(count=2)
     assert caplog.text.count("the callback for Echo failed") == 2
+
+
+async def test_what_a_worker_says_unasked_is_heard_and_not_answered(path: Path, service: EchoService) -> None:
+    async with connected(path) as link:
+        link.tell(Echo(text="by the way"))
+        await service.until("told", "by the way")
+        assert service.requests == []
+        assert await link.request(Echo(text="still there"), timeout=5.0) == Echo(text="still there")
+    link.tell(Echo(text="too late"))  # to nobody
+
+
+@pytest.mark.parametrize("how", ["typed", "foreign"])
+async def test_what_a_worker_says_may_be_refused_and_its_session_goes_on(
+    path: Path, service: EchoService, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connected(path) as link:
+        link.tell(Fail(how=how))
+        await service.until("told", how)
+        assert await link.request(Echo(text="still there"), timeout=5.0) == Echo(text="still there")
+    assert {"typed": "refused", "foreign": "one over nothing"}[how] in caplog.text
+
+
+async def test_a_push_about_a_request_that_only_the_agent_may_send_ends_the_session(path: Path) -> None:
+    async with connected(path) as link:
+        link._channel.post(Push(1, Echo(text="a push under an id")))
+        assert "ended the session" in (await link.lost).message
 
 
 async def test_what_remains_of_the_time_travels(path: Path, service: EchoService) -> None:

@@ -98,6 +98,14 @@ class EchoService:
                 peer.reply(request.id, Echo(text=object()))  # type: ignore[arg-type]
         self.note("received", type(request.message).__name__)
 
+    def said(self, peer: Peer, message: Any) -> None:
+        match message:
+            case Echo(text=text):
+                self.note("told", text)
+            case Fail(how=how):
+                self.note("told", how)
+                raise RegistrationError("refused") if how == "typed" else ZeroDivisionError("one over nothing")
+
     def cancelled(self, peer: Peer, request_id: int) -> None:
         request = next(r for r in self.requests if r.id == request_id)
         self.note("cancelled", request_id)
