@@ -113,6 +113,10 @@ class BasePlan:
         periods = np.array([entry.turns if entry is not None else 1 for entry in entries], dtype=np.int64)
         self.turn_of = turn % periods[self._entry_of] if len(turn) else turn
 
+    def passed_on(self, tensor: int) -> bool:
+        """Whether targets may pass a tensor on to others."""
+        return self.classes[self.class_of[tensor]].chains is not None
+
     def _make_class(self, source: TensorSpec, target: TensorSpec) -> TensorClass | None:
         problems = spec_problems(source, target)
         self._problems.append(problems)

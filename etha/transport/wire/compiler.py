@@ -319,7 +319,7 @@ class _Compiler(PieceMapper):
                     peer=peer, names=names, mark=mark, pieces=pieces[peer], cut=self._cut, waves=self._waves
                 )
                 continue
-            pieces[peer].sort(key=lambda p: p.stage)
+            pieces[peer].sort(key=lambda p: (p.stage, p.route))
             flows[peer] = make_flow(
                 peer=peer, names=names, mark=mark, pieces=pieces[peer], streams=streams, bucket=bucket
             )
@@ -332,12 +332,14 @@ class _Compiler(PieceMapper):
         owners: tuple[Member, ...] = (("source", move.source),)
         if not sending:
             owners = tuple(sorted(("target", rank) for rank, _ in move.sinks))
+        # What targets forward stays in the plan's order, so that every hop is soon at work.
+        route = () if self.plan.passed_on(move.tensor) else (move.source, *(rank for rank, _ in move.sinks))
         for bounds in blocks(move.region.shape, self._chunk // wire.itemsize):
             if sending:
                 ends = [self.end("source", move.source, move.tensor, move.region, bounds, wire, dense=True)]
             else:
                 ends = [self.end("target", rank, move.tensor, r, bounds, wire, dense=True) for rank, r in move.sinks]
-            piece = self.piece(1, move.tensor, wire, bounds, owners, ends)
+            piece = replace(self.piece(1, move.tensor, wire, bounds, owners, ends), route=route)
             yield piece if sending else self._marked(piece, move.tensor, move.sinks, bounds)
 
     # ---- from target to target ----------------------------------------------------------------

@@ -58,7 +58,8 @@ class FlowPiece:
     ``straight`` is the memory itself, if the piece is one segment of one mapped tensor and nothing is cast. ``direct``:
     the same on a device, at ``address``. ``index``: at the receiver, the index of the contribution to ``part`` that
     this is; -1 for anything else. ``arrival``: the number by which pieces to other agents wait (``after``) until this
-    one is in place; -1 if none does.
+    one is in place; -1 if none does. ``route``: the source rank and the target ranks of a piece that may travel in any
+    order; () for others.
     """
 
     stage: int
@@ -74,6 +75,7 @@ class FlowPiece:
     index: int = -1
     arrival: int = -1
     after: tuple[int, ...] = ()
+    route: tuple[int, ...] = ()
 
     @property
     def padded(self) -> int:
@@ -220,29 +222,48 @@ class PartWork:
 def make_flow(
     *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[FlowPiece], streams: int, bucket: int
 ) -> Flow:
-    """Deal pieces, which are in order, to the streams.
+    """Deal pieces, which are in order of their stages and then of their routes, to the streams.
 
     ``names`` is (sender, receiver), ``mark`` the plan's digest.
     """
     table = np.array([(p.stage, p.tensor, p.nbytes, p.index) for p in pieces], "<i8").reshape(-1, 4)
     total = int(table[:, 2].sum())
     bucket = min(bucket, max(MIN_BUCKET, total // (2 * streams)))
-    h = hashlib.sha256(f"etha-flow-1 {mark} {names} {streams} {bucket}".encode())
+    h = hashlib.sha256(f"etha-flow-2 {mark} {names} {streams} {bucket}".encode())
     # Only the receiver marks contributions, so their indices are left out.
     h.update(np.ascontiguousarray(table[:, :3]).tobytes())
     lanes: list[list[FlowPiece]] = [[] for _ in range(streams)]
-    for number, pieces_of in enumerate(_buckets(pieces, bucket)):
-        lanes[number % streams] += pieces_of
+    for _, some in groupby(pieces, key=lambda p: p.stage):
+        staged = list(some)
+        routed = [p for p in staged if p.route]
+        for number, pieces_of in enumerate(_buckets((p for p in staged if not p.route), bucket)):
+            lanes[number % streams] += pieces_of
+        for number, pieces_of in enumerate(_shares(routed, bucket, streams)):
+            lanes[number] += pieces_of
     dealt = tuple(tuple(spans(lane)) for lane in lanes if lane)
     return Flow(peer=peer, digest=h.digest(), nbytes=total, lanes=dealt)
 
 
-def _buckets(pieces: Sequence[FlowPiece], limit: int) -> Iterator[list[FlowPiece]]:
-    """Group neighbours of one stage. A bucket is closed before the piece that would take it above ``limit``."""
+def _shares(pieces: Sequence[FlowPiece], bucket: int, streams: int) -> list[list[FlowPiece]]:
+    """Divide pieces into as many equal shares of neighbours as there are streams, or fewer if there are few buckets.
+
+    So a stream has as few routes as possible, and one worker can move much of it at a time (``worker_rows``).
+    """
+    total = sum(p.padded for p in pieces)
+    shares: list[list[FlowPiece]] = [[] for _ in range(min(streams, -(-total // bucket)))]
+    at = 0
+    for piece in pieces:
+        shares[at * len(shares) // total].append(piece)
+        at += piece.padded
+    return shares
+
+
+def _buckets(pieces: Iterable[FlowPiece], limit: int) -> Iterator[list[FlowPiece]]:
+    """Group neighbours. A bucket is closed before the piece that would take it above ``limit``."""
     some: list[FlowPiece] = []
     nbytes = 0
     for piece in pieces:
-        if some and (nbytes + piece.padded > limit or piece.stage != some[0].stage):
+        if some and nbytes + piece.padded > limit:
             yield some
             some, nbytes = [], 0
         some.append(piece)
