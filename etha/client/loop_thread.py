@@ -13,9 +13,10 @@ import contextvars
 import inspect
 import logging
 import os
+import sys
 import threading
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import finalize
 
@@ -34,6 +35,10 @@ T = TypeVar("T")
 _EXIT = 1.0
 #: Seconds after which a blocking call notices a signal at the latest.
 _SLICE = 0.1
+#: Seconds of the interpreter's switch interval. A shorter one would have two busy threads change places too often.
+SHORT_SWITCH = 0.0005
+#: The interpreter rounds an interval down to microseconds: without this, every call could take one off.
+_ROUNDING = 0.5e-6
 
 
 class LoopThread:
@@ -292,6 +297,62 @@ def _drop(loop_thread: LoopThread, shared: _Shared, token: object) -> None:
     if os.getpid() == loop_thread._pid:
         with suppress(RuntimeError):  # the thread has ended
             loop_thread._loop.call_soon_threadsafe(leave)
+
+
+class _SwitchInterval:
+    """The interpreter's switch interval while calls block: SHORT_SWITCH at most. It belongs to the whole process.
+
+    A thread that has heard from its agent has to take the interpreter's lock before it can act, several times in one
+    transfer, and a busy thread gives the lock up only after this interval, which is 5 ms. It has no effect on a thread
+    that nobody waits for.
+    """
+
+    def __init__(self) -> None:
+        # One that a signal handler can take again, because handlers may transfer, too.
+        self._lock = threading.RLock()
+        self._calls = 0
+        self._before: float | None = None
+
+    def begin(self) -> None:
+        with self._lock:
+            self._calls += 1
+            if self._calls == 1 and (before := sys.getswitchinterval()) > SHORT_SWITCH:
+                self._before = before
+                sys.setswitchinterval(SHORT_SWITCH)
+
+    def end(self) -> None:
+        with self._lock:
+            self._calls = max(0, self._calls - 1)  # a child may leave what its parent has entered
+            if self._calls == 0:
+                self._restore()
+
+    def forked(self) -> None:
+        """In the child, which has none of the calls, and whose copy of the lock may be held for ever."""
+        self._lock, self._calls = threading.RLock(), 0
+        self._restore()
+
+    def _restore(self) -> None:
+        before, self._before = self._before, None
+        untouched = sys.getswitchinterval() == SHORT_SWITCH  # nobody has set another one meanwhile
+        if before is not None and untouched:
+            sys.setswitchinterval(before + _ROUNDING)
+
+
+_interval = _SwitchInterval()
+os.register_at_fork(after_in_child=_interval.forked)
+
+
+@contextmanager
+def quick_switches() -> Iterator[None]:
+    """While the block runs, a thread waits for the interpreter's lock for little more than SHORT_SWITCH.
+
+    Several threads may be inside at once; the last one restores the interval, unless it was changed meanwhile.
+    """
+    _interval.begin()
+    try:
+        yield
+    finally:
+        _interval.end()
 
 
 def in_own_thread(on_commit: OnCommit) -> OnCommit:

@@ -24,7 +24,7 @@ from etha.client.active_calls import in_callback
 from etha.client.aio import AsyncBatchHandle, AsyncTensorBusClient
 from etha.client.arguments.checks import check_flag
 from etha.client.future import TransferFuture
-from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread
+from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread, quick_switches
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
 from etha.client.one_process import OfOneProcess
@@ -409,7 +409,8 @@ class TensorBusClient(OfOneProcess):
         mark = Mark() if self._closed else inner.mark()
         work = inner.transfer_after(mark, verb, snapshot=snapshot, blocks=blocking and not snapshot, **options)
         if snapshot or blocking:
-            result: TransferResult | TransferFuture = self._run(work)
+            with quick_switches():
+                result: TransferResult | TransferFuture = self._run(work)
             return result
         try:
             entered = self._enter()
