@@ -318,12 +318,15 @@ class DataPlane:
         return self.budget.limit - self.copy_slots.scratch
 
     def _chosen(self, wire_run: WireRun) -> dict[str, BaseVersion]:
-        """The agents to which this run sends differences."""
+        """The agents to which this run sends differences. Of what is forwarded nobody here has the version before."""
         sends = wire_run.program.sends
         return {
             peer: base
             for peer, base in wire_run.bases.items()
-            if wire_run.program.differs and peer in sends and self._choices[peer].choose(sends[peer].nbytes)
+            if wire_run.program.differs
+            and peer in sends
+            and not sends[peer].forwards
+            and self._choices[peer].choose(sends[peer].nbytes)
         }
 
     def note(self, run: TcpRun, seconds: float) -> None:

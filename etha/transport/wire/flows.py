@@ -133,6 +133,11 @@ class Flow:
         """Bytes of each lane."""
         return tuple(sum(span.wire for span in lane) for lane in self.lanes)
 
+    @property
+    def forwards(self) -> bool:
+        """Whether some of it comes from other agents in the same transfer."""
+        return any(span.after for lane in self.lanes for span in lane)
+
 
 class FlowObserver(Protocol):
     """Observes reductions while they are made (``ReductionSums``). Called from any thread."""

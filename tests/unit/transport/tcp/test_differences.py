@@ -15,11 +15,12 @@ from torch.distributed.tensor import Shard
 
 from etha.errors import ProtocolError
 from etha.memory.views import View, view_of
+from etha.plan import Layout, TensorSpec, build_plan
 from etha.transport.base import TransportPeer, WireRun
 from etha.transport.tcp.streams import FRAME, FrameWriter
 from etha.transport.wire.differences import LEAST, BaseVersion, DifferenceChoice, joined, key_of, may_differ
 from tests.examples import examples
-from tests.unit.transport.agents import Job, Local, agents, same, transfer
+from tests.unit.transport.agents import Job, Local, agents, run_here, same, transfer
 from tests.unit.transport.tcp.test_transport import random_job, rows
 
 
@@ -74,7 +75,7 @@ async def second(
 ) -> dict[str, int]:
     """Transfer ``before``, then the job's source as a difference; the bytes that each agent received for it."""
     now, job.source, job.streams = job.source, before, 2
-    async with agents("abc", streams=2, differences="always") as at:
+    async with agents(job.agents, streams=2, differences="always") as at:
         await transfer(job, at)
         job.source = now
         differs = may_differ(job.plan, staging)
@@ -87,6 +88,8 @@ async def second(
             runs[name] = WireRun(
                 program=program, seq=2, key=bytes(32), bases=dict.fromkeys(program.sends, base), held=held
             )
+        for name in job.agents:
+            run_here(job.here(name))
         async with asyncio.TaskGroup() as group:
             for name in job.agents:
                 group.create_task(at[name].transport.run(runs[name]))
@@ -114,6 +117,35 @@ async def test_a_difference_gives_what_all_bytes_would(seed: int, share: float) 
     expected = job.expected()
     await second(job, before)
     same(job.target, expected)
+
+
+def forwarding(rows: int) -> Job:
+    """Agent a, which has a source and a target, sends c its own rows and forwards those of b."""
+    here, there = ("b", "a", "b", "b"), ("a", "c", "c")
+    source = {"w": TensorSpec((rows, 128), torch.float32, Layout((4,), [Shard(0)]))}
+    target = {"w": TensorSpec((rows, 128), torch.float32, Layout.replicated(3))}
+    plan = build_plan(
+        source, target, source_agents=here, target_agents=there, source_hosts=here, target_hosts=there,
+        fan_out="relay", relay_bytes=0, carry=False,
+    )  # fmt: skip
+    for klass in plan.classes:
+        klass.chains = 1
+    shapes = [spec["w"].local_shape(0) for spec in (source, target)]
+    held: list[Local] = [
+        {rank: {"w": torch.randn(s)} for rank in range(n)} for s, n in zip(shapes, (4, 3), strict=True)
+    ]
+    return Job(plan, here, there, held[0], held[1], (False, False))
+
+
+@pytest.mark.parametrize("rows", [4, 1024])
+async def test_a_peer_that_is_sent_what_is_forwarded_gets_all_bytes(rows: int) -> None:
+    job = forwarding(rows)
+    flow = job.wire("a").sends["c"]
+    assert {bool(span.after) for lane in flow.lanes for span in lane} == {False, True}
+    before = cloned(job.source)
+    change(job.source, 0.02)
+    await second(job, before)
+    same(job.target, job.expected())
 
 
 @pytest.mark.parametrize("layout", ["aligned", "crossed"])
