@@ -319,7 +319,7 @@ class _Compiler(PieceMapper):
                     peer=peer, names=names, mark=mark, pieces=pieces[peer], cut=self._cut, waves=self._waves
                 )
                 continue
-            pieces[peer].sort(key=lambda p: (p.stage, p.route))
+            pieces[peer].sort(key=lambda p: p.stage)
             flows[peer] = make_flow(
                 peer=peer, names=names, mark=mark, pieces=pieces[peer], streams=streams, bucket=bucket
             )

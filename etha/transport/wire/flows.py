@@ -33,6 +33,10 @@ STREAMS = 4
 BUCKET = 4 << 20
 #: The view space of what is staged on a device before anything is written. Addresses count from 0 there.
 EARLY = "early"
+#: What may travel in any order is sorted by route, so that a stream has few routes and one worker can move much of it
+#: at a time (``worker_rows``). That is done in turns of at least SHARE for each stream and route, but of whole tensors
+#: and in TURNS turns or fewer, because whoever passes on what arrives needs tensor after tensor.
+SHARE, TURNS = 1 << 20, 16
 #: Flows are cut finer than BUCKET if that lets all streams take part, but not below this size.
 MIN_BUCKET = 256 << 10
 
@@ -227,7 +231,7 @@ class PartWork:
 def make_flow(
     *, peer: str, names: tuple[str, str], mark: str, pieces: Sequence[FlowPiece], streams: int, bucket: int
 ) -> Flow:
-    """Deal pieces, which are in order of their stages and then of their routes, to the streams.
+    """Deal pieces, which are in order, to the streams.
 
     ``names`` is (sender, receiver), ``mark`` the plan's digest.
     """
@@ -241,26 +245,50 @@ def make_flow(
     for _, some in groupby(pieces, key=lambda p: p.stage):
         staged = list(some)
         routed = [p for p in staged if p.route]
-        for number, pieces_of in enumerate(_buckets((p for p in staged if not p.route), bucket)):
+        nbytes = sum(p.padded for p in routed)
+        if nbytes < streams * SHARE:
+            routed = []
+        in_turn = [p for p in staged if not p.route] if routed else staged
+        for number, pieces_of in enumerate(_buckets(in_turn, bucket)):
             lanes[number % streams] += pieces_of
-        for number, pieces_of in enumerate(_shares(routed, bucket, streams)):
-            lanes[number] += pieces_of
+        for lane, share in zip(lanes, _shares(routed, streams), strict=True):
+            lane += share
     dealt = tuple(tuple(spans(lane)) for lane in lanes if lane)
     return Flow(peer=peer, digest=h.digest(), nbytes=total, lanes=dealt)
 
 
-def _shares(pieces: Sequence[FlowPiece], bucket: int, streams: int) -> list[list[FlowPiece]]:
-    """Divide pieces into as many equal shares of neighbours as there are streams, or fewer if there are few buckets.
-
-    So a stream has as few routes as possible, and one worker can move much of it at a time (``worker_rows``).
-    """
-    total = sum(p.padded for p in pieces)
-    shares: list[list[FlowPiece]] = [[] for _ in range(min(streams, -(-total // bucket)))]
-    at = 0
-    for piece in pieces:
-        shares[at * len(shares) // total].append(piece)
-        at += piece.padded
+def _shares(pieces: Sequence[FlowPiece], streams: int) -> list[list[FlowPiece]]:
+    """Share pieces of one stage among streams, turn by turn: each takes neighbours in the order of their routes, until
+    it has as much as the others of all turns so far."""
+    least = max(sum(p.padded for p in pieces) // TURNS, max(streams, len({p.route for p in pieces})) * SHARE)
+    shares: list[list[FlowPiece]] = [[] for _ in range(streams)]
+    loads = [0] * streams
+    given = 0
+    for turn in _turns(pieces, least):
+        given += sum(p.padded for p in turn)
+        at = 0
+        for piece in sorted(turn, key=lambda p: p.route):
+            # On to the next stream once less than half of the piece has room here.
+            while at < streams - 1 and 2 * (given - streams * loads[at]) < streams * piece.padded:
+                at += 1
+            shares[at].append(piece)
+            loads[at] += piece.padded
     return shares
+
+
+def _turns(pieces: Iterable[FlowPiece], least: int) -> Iterator[list[FlowPiece]]:
+    """Group the pieces of neighbouring tensors, in groups of at least so many bytes but for the last."""
+    some: list[FlowPiece] = []
+    nbytes = 0
+    for _, of_one in groupby(pieces, key=lambda p: p.tensor):
+        if nbytes >= least:
+            yield some
+            some, nbytes = [], 0
+        for piece in of_one:
+            some.append(piece)
+            nbytes += piece.padded
+    if some:
+        yield some
 
 
 def _buckets(pieces: Iterable[FlowPiece], limit: int) -> Iterator[list[FlowPiece]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from etha.plan import Layout, TensorSpec
-from etha.transport.wire.flows import CHUNK, PAD, STREAMS, Flow, FlowPiece, make_flow
+from etha.transport.wire.flows import CHUNK, PAD, SHARE, STREAMS, TURNS, Flow, FlowPiece, make_flow
 from etha.transport.wire.worker_rows import worker_stretches
 from tests.examples import examples
 from tests.unit.transport.agents import Job, make_plan
@@ -68,7 +69,24 @@ def test_both_ends_deal_alike_in_shares_that_differ_by_a_piece(seed: int) -> Non
     assert (sent.wire, sent.digest, routes(sent)) == (received.wire, received.digest, routes(received))
     assert max(sent.wire) - min(sent.wire) <= 2 * CHUNK
     distinct = {r for lane in routes(sent) for r in lane}
-    assert sum(len(lane) for lane in routes(sent)) <= len(distinct) + STREAMS - 1
+    if sum(sent.wire) >= STREAMS * SHARE:
+        turns = 1 + sum(sent.wire) // (max(STREAMS, len(distinct)) * SHARE)
+        assert sum(len(lane) for lane in routes(sent)) <= turns * (len(distinct) + STREAMS - 1)
+
+
+def test_uneven_tensors_of_many_turns_load_all_streams_alike() -> None:
+    job = job_of({f"layer {i:02}": (1153, 1024) for i in range(24)}, (1, Replicate()), (2, Shard(0)))
+    flow = job.wire("a").sends["b"]
+    assert max(flow.wire) - min(flow.wire) <= CHUNK
+    assert sum(len(lane) for lane in routes(flow)) <= TURNS * (2 + STREAMS - 1)
+
+
+def test_tensors_come_one_after_the_other_for_those_who_pass_them_on() -> None:
+    job = job_of({f"layer {i:02}": (1024, 1024) for i in range(32)}, (2, Shard(0)), (2, Shard(1)))
+    for lane in job.wire("a").sends["b"].lanes:
+        tensors = [piece.tensor for span in lane for _, piece in span.pieces]
+        assert max(a - b for a, b in itertools.pairwise(tensors)) <= 32 // TURNS
+        assert {*tensors} == {*range(32)}
 
 
 def flow_of(pieces: list[FlowPiece], bucket: int = CHUNK) -> Flow:
