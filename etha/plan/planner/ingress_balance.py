@@ -32,6 +32,9 @@ def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | N
     ranks = len(topology.target_host)
     if topology.one_agent or not classes or not ranks:
         return None
+    hosts, nic = _nics(topology)
+    if len(hosts) == len(np.unique(hosts)):  # a NIC for each host, as where one agent serves a host
+        return None
     # By rank: what it receives from other hosts, what of that may be carried, and whether it holds anything.
     found = np.zeros((3, ranks), dtype=np.int64)
     if topology.apart:
@@ -42,19 +45,15 @@ def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | N
             _by_links(klass, topology, found)
     taken, movable, held = found
     shares: dict[int, list[tuple[int, int]]] = {}
-    _, nic = np.unique(np.stack([topology.target_host, topology.target_agent]), axis=1, return_inverse=True)
-    nic = nic.reshape(-1)  # NICs are numbered host by host; only those of ranks that hold anything count
     load, here = np.zeros(int(nic.max()) + 1, dtype=np.int64), np.zeros(int(nic.max()) + 1, dtype=np.int64)
     np.add.at(load, nic, taken)
     np.maximum.at(here, nic, held)
-    host = np.zeros_like(load)
-    host[nic] = topology.target_host
-    total, count, most = (np.zeros(int(host.max()) + 1, dtype=np.int64) for _ in range(3))
-    np.add.at(total, host, load)
-    np.add.at(count, host, here)
-    np.maximum.at(most, host, load)
+    total, count, most = (np.zeros(int(hosts.max()) + 1, dtype=np.int64) for _ in range(3))
+    np.add.at(total, hosts, load)
+    np.add.at(count, hosts, here)  # only NICs of ranks that hold anything count
+    np.maximum.at(most, hosts, load)
     for one in np.flatnonzero(most * count * 100 > total * _UNEVEN).tolist():
-        nics = np.flatnonzero((host == one) & (here > 0))
+        nics = np.flatnonzero((hosts == one) & (here > 0))
         _level(nics, load, int(total[one] // count[one]), nic, held, movable, shares)
     if not shares:
         return None
@@ -68,6 +67,13 @@ def carriers(classes: Sequence[TensorClass], topology: Topology) -> Carriers | N
             takers[rank, i], upto[rank, i] = taker, sum_[i]
             donors[taker].append(rank)
     return Carriers(takers=takers, upto=upto, donors={t: tuple(d) for t, d in donors.items()})
+
+
+def _nics(topology: Topology) -> tuple[Ints, Ints]:
+    """The host of each NIC of the target side, and the NIC of each rank; NICs are numbered host by host."""
+    pairs = np.stack([topology.target_host, topology.target_agent])
+    found, nic = np.unique(pairs, axis=1, return_inverse=True)
+    return found[0], nic.reshape(-1)
 
 
 def _level(
