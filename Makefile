@@ -138,7 +138,7 @@ fuzz: install
 # The tables of docs/recovery.md, cell by cell: what clients do to themselves once, SIGKILL and SIGTERM five times, SIGSTOP
 # twice; the suite has half of the first and SIGKILL once. Then the other stories of deaths. Here the seconds count that
 # the tables promise.
-DEATHS := $(patsubst %,tests/flow/%.py,losses/test_lives losses/test_peers_lost clients/test_bus_lives transfers/test_fan_out)
+DEATHS := $(patsubst %,tests/flow/%.py,losses/test_lives losses/test_peers_lost clients/test_bus_lives relays/test_fan_out relays/test_carrying)
 faults: install
 	@$(PRIVATE) export PYTEST_ADDOPTS="$$PYTEST_ADDOPTS --seconds"; \
 	$(BIN)/python -m pytest tests/faults/test_clients.py $(PYTEST) || exit 1; \

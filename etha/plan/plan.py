@@ -29,6 +29,15 @@ class Plan(BasePlan):
     """
 
     _survey: Survey | None = None
+    _uncarried: Plan | None = None
+
+    def uncarried(self) -> Plan:
+        """The plan of the same move without CARRY and DELIVER rows; made once. This plan itself if it has none."""
+        if not self.carries:
+            return self
+        if self._uncarried is None:
+            self._uncarried = Plan(self.source, self.target, self.topology, relay=self.relay, carry=False)
+        return self._uncarried
 
     def check(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Prove that each target element of each holder is written exactly once. PlanError lists what is not so.
@@ -106,7 +115,7 @@ def build_agent_plan(
 ) -> Plan:
     """``build_plan`` with the options that agents use, for code that shows or measures what agents do.
 
-    Agents forward tensors (FORWARD rows). They do not execute CARRY and DELIVER rows, so the plan has none.
+    Agents whose bytes go over NCCL execute its ``uncarried()``.
     """
     return build_plan(
         source,
@@ -115,7 +124,6 @@ def build_agent_plan(
         target_hosts=target_hosts,
         source_agents=source_agents,
         target_agents=target_agents,
-        carry=False,
     )
 
 

@@ -138,8 +138,8 @@ class ArrivingVersion:
 
     def kept(self, span: Span) -> list[bool]:
         """For each piece of a span, whether all that it is to bring was in place before. Contributions, and what is
-        forwarded, always travel."""
-        if not self.resumed or span.index >= 0 or span.arrivals:
+        forwarded or carried, always travel."""
+        if not self.resumed or span.index >= 0 or span.arrivals or span.carried:
             return [False] * count_pieces(span)
         if span.cuts:
             return [self.ready(cut.view, cut.offset, cut.nbytes) >= cut.nbytes for cut in span.cuts]

@@ -66,7 +66,7 @@ def serve(device: str, uuids: Sequence[str], rest: Sequence[str], fail: str | No
     return [] if code == 0 else [f"{device}: status {code}"]
 
 
-def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list[str]:
+def serve_hosts(places: Sequence[str], hosts: Sequence[str], uuids: Sequence[str], redis: str) -> list[str]:
     """In a process of its own: agents of one card each on "hosts" with an NCCL between them, until SIGTERM."""
     from etha.agent import __main__ as daemon
     from etha.agent.runtime import device
@@ -84,7 +84,7 @@ def serve_hosts(places: Sequence[str], uuids: Sequence[str], redis: str) -> list
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         async with asyncio.TaskGroup() as group:
             for i, place in enumerate(places):
-                settings = Settings.from_env({"ETHA_RUNTIME_DIR": place, "ETHA_HOST_ID": f"host {i}"})
+                settings = Settings.from_env({"ETHA_RUNTIME_DIR": place, "ETHA_HOST_ID": hosts[i]})
                 read, write = os.pipe()
                 mine.set(fakes[i])
                 group.create_task(
@@ -143,17 +143,18 @@ class Cards:
         assert isinstance(pid, int)
         return pid
 
-    def start_hosts(self, redis: str) -> None:
-        """Agents of all cards, each on a "host" of its own, with NCCL: ``on_host`` has their clients."""
+    def start_hosts(self, redis: str, hosts: Sequence[str] | None = None) -> None:
+        """Agents of all cards, each on a "host" of its own or as named, with NCCL: ``on_host`` has their clients."""
         places = [self.place(i) for i in range(len(self.uuids))]
-        worker = self._job.start(serve_hosts, places, self.uuids, redis)
+        self._hosts = hosts or [f"host {i}" for i in range(len(self.uuids))]
+        worker = self._job.start(serve_hosts, places, self._hosts, self.uuids, redis)
         self._agents["hosts"] = worker
         assert worker.expect("ready") == "ready\n"
         self._redis = redis
 
     def on_host(self, number: int) -> etha.AsyncTensorBusClient:
         """A client of card ``number``'s agent of ``start_hosts``."""
-        env = {"ETHA_RUNTIME_DIR": self.place(number), "ETHA_HOST_ID": f"host {number}"}
+        env = {"ETHA_RUNTIME_DIR": self.place(number), "ETHA_HOST_ID": self._hosts[number]}
         return self.client(f"cuda:{number}", ETHA_REDIS_URL=self._redis, **env)
 
     def place(self, number: int) -> str:

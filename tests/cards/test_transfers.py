@@ -28,6 +28,7 @@ from etha.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from etha.plan import Layout, TensorSpec, build_agent_plan
 from tests.fakes.cuda import GPU0, GPU1, FakeDriver
 from tests.flow.jobs import WorkerFailed, tell, wait_for
 from tests.flow.truth import cut, stale, whole
@@ -311,6 +312,48 @@ async def test_an_agent_with_nothing_to_send_joins_all_the_same(cards: Cards, ap
             await asyncio.gather(*(h.transfer(v) for h, v in zip(handles, ("send", "send", "recv"), strict=True)))
             assert torch.equal(wanted, full)
         assert (await c.status())["batches"][0]["transport"] == "nccl"
+
+
+@pytest.mark.parametrize("cards", [(GPU0, GPU1, GPU2)], indirect=True)
+async def test_cards_of_one_host_do_not_carry_over_nccl(cards: Cards) -> None:
+    """One of two cards of a host takes in all. Over streams the other one would carry half of it; NCCL brings it to the
+    card that holds it."""
+    full, little = whole((1024, 1025)), whole((2, 4))
+    source = {name: TensorSpec(t.shape, t.dtype, Layout((1,), [Shard(0)])) for name, t in (("w", full), ("x", little))}
+    target = {"w": source["w"], "x": TensorSpec(little.shape, little.dtype, Layout((2,), [Shard(0)]))}
+    plan = build_agent_plan(
+        source, target,
+        source_agents=["a"], target_agents=["b", "c"], source_hosts=["s"], target_hosts=["t", "t"],
+    )  # fmt: skip
+    assert plan.carries
+    with served(cards.runtime) as server:
+        cards.start_hosts(server.url, ["s", "t", "t"])
+        async with cards.on_host(0) as a, cards.on_host(1) as b, cards.on_host(2) as c:
+            await asyncio.gather(
+                a.init_pair("weights", "trainer", "inference", 1, (1,), [Shard(0)], rank=0),
+                b.init_pair("weights", "inference", "trainer", 2, (2,), [Shard(0)], rank=0),
+                c.init_pair("weights", "inference", "trainer", 2, (2,), [Shard(0)], rank=1),
+            )
+            given = {"w": cards.tensor(full, GPU0), "x": cards.tensor(little, GPU0)}
+            wanted = {"w": cards.tensor(stale(full), GPU1), "x": cards.tensor(stale(little[:1]), GPU1)}
+            other = {"x": cards.tensor(stale(little[:1]), GPU2)}
+            runs = {"w": [[(0, 1024)], [(0, 1025)]]}
+            handles = await asyncio.gather(
+                a.register_tensors("b", given, pair_name="weights"),
+                b.register_tensors(
+                    "b", wanted, pair_name="weights", regions=runs, shapes={"w": (1024, 1025), "x": (2, 4)}
+                ),
+                c.register_tensors("b", other, pair_name="weights", shapes={"x": (2, 4)}),
+            )
+            [_, got, rest] = await asyncio.gather(
+                *(h.transfer(v) for h, v in zip(handles, ("send", "recv", "recv"), strict=True))
+            )
+            assert torch.equal(wanted["w"], full)
+            assert torch.equal(torch.cat([wanted["x"].cpu(), other["x"].cpu()]), little)
+            assert got.peers == rest.peers == (("trainer", 0),)
+            assert (await b.status())["batches"][0]["transport"] == "nccl"
+        broken = cards.stop("hosts")
+        assert not broken, "\n".join(broken)
 
 
 @pytest.mark.parametrize("which", ["another", "its own"])

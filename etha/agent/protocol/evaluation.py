@@ -75,6 +75,11 @@ class Evaluation:
             refused=_refused(self.sides, self.asked, violations),
         )
 
+    def uncarried(self) -> Evaluation:
+        """The same with plans in which no agent carries for another, for a batch whose bytes go over NCCL. The digests
+        stay those on which all agents agree."""
+        return replace(self, plans={side: plan.uncarried() for side, plan in self.plans.items()})
+
     def nbytes(self, source: str) -> int:
         """Bytes of the whole batch at the wire dtypes, for all targets; 0 for an impossible direction."""
         return self.sizes.get(source, 0)

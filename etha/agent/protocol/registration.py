@@ -243,7 +243,10 @@ class BatchRegistration(Machine[RegistrationState]):
             self.evaluation = self.evaluation.but(more)
             if self.evaluation.refused:
                 return self._refuse(self.evaluation.refused)
-        return self._stand(Terms.of(verdicts))
+        terms = Terms.of(verdicts)
+        if terms.nccl:
+            self.evaluation = self.evaluation.uncarried()
+        return self._stand(terms)
 
     def _stand(self, terms: Terms) -> list[BatchEffect]:
         assert self.evaluation is not None

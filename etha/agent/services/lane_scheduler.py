@@ -1,6 +1,6 @@
 """Schedules this agent's resources over all batches with several agents.
 
-staging     bytes, for chunks of streams that pack and for reductions
+staging     bytes, for chunks of streams that pack, for reductions and for what is carried
 to AGENT    one of the places on the way to each peer with which streams are exchanged
 card        all of it for NCCL, because a GPU needs one order of NCCL groups; a share for other transfers
 """
@@ -18,6 +18,7 @@ from etha.transport.copy.staging import rounded_up
 from etha.transport.tcp.data_plane import DataPlane
 from etha.transport.tcp.streams import difference_room
 from etha.transport.verify.checksums import READER
+from etha.transport.wire.carrying import RING, RING_SHARE
 from etha.transport.wire.flows import CHUNK, WireProgram
 
 #: Transfers that exchange streams with one peer at once. Others wait, as they do for staging.
@@ -69,8 +70,9 @@ class Needs:
         chunks = 2 * (len(batch.agents) - 1) * batch.terms.streams * lane
         reduces = any(klass.reduction is not None for klass in batch.evaluation.plans[source].classes)
         slabs = 2 * (batch.terms.staging // 8) if reduces else 0
+        ring = max(CHUNK, min(RING, batch.terms.staging // RING_SHARE)) if batch.evaluation.plans[source].carries else 0
         both = all(batch.me in agents for agents in batch.registration.machine.agents.values())
-        return chunks + slabs + (batch.terms.staging // 4 if both else 0)
+        return chunks + slabs + ring + (batch.terms.staging // 4 if both else 0)
 
 
 class LaneScheduler:

@@ -68,15 +68,22 @@ async def introduce(registration: LocalRegistration, links: PeerLinks, evaluatio
         # An id costs its maker a thread and a descriptor until the communicator exists, so only one agent makes one.
         mine = registration.machine.me == min(agents)
         nccl = (await links.nccl.communicators.unique_id()).hex() if mine else HAS_NCCL
+        await asyncio.to_thread(evaluation.uncarried)  # the plans are kept, so that agreeing on NCCL makes none
     return await asyncio.to_thread(_capabilities, registration, links, evaluation.digest, readable, nccl)
 
 
 def _exchanging(registration: LocalRegistration, evaluation: Evaluation) -> set[str]:
-    """The agents with which this one exchanges data, in either direction."""
+    """The agents with which this one exchanges data, in either direction.
+
+    Also those whose data others carry: NCCL does not carry, and checksums go from end to end.
+    """
     agents, found = registration.machine.agents, set[str]()
     for source, plan in evaluation.plans.items():
         target = agents[registration.other(source)]
-        found |= exchanging(plan, Routing(me=registration.machine.me, source=agents[source], target=target))
+        routing = Routing(me=registration.machine.me, source=agents[source], target=target)
+        found |= exchanging(plan, routing)
+        if plan.carries:
+            found |= exchanging(plan.uncarried(), routing)
     return found
 
 

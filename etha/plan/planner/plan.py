@@ -148,6 +148,11 @@ class BasePlan:
         return found
 
     @property
+    def carries(self) -> bool:
+        """Whether any NIC of a host receives for another one."""
+        return any(klass.carriers is not None for klass in self.classes)
+
+    @property
     def violations(self) -> tuple[Violation, ...]:
         """What the layouts alone show to be impossible; empty for a plan that can run."""
         found = list(self._name_violations)

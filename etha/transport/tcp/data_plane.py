@@ -263,7 +263,7 @@ class DataPlane:
             )
         slabs: list[StagingChunk] = []
         try:
-            for nbytes in program.slabs:
+            for nbytes in (*program.slabs, program.ring):
                 slabs.append(self._slabs.take(nbytes))
             with self._changed:
                 if self._closed:
@@ -303,7 +303,7 @@ class DataPlane:
 
     def need(self, program: WireProgram) -> int:
         """Most bytes of staging that a run of it needs, besides what copy slots use for anybody."""
-        slabs = sum(map(rounded_up, program.slabs))
+        slabs = sum(map(rounded_up, (*program.slabs, program.ring)))
         return (
             program.packed * rounded_up(program.chunk)
             + (program.lanes * rounded_up(difference_room(program.chunk)) if program.differs else 0)

@@ -3,6 +3,7 @@
     begin(stream) .. end(stream) around a stream's part;  fail(cause) closes the streams of the run
     admit(part) -> receive contributions -> arrived(part) -> value(part) -> send results -> sent(part)
     receive -> laid(numbers) -> await_laid(numbers) -> forward
+    room_in_ring(places) -> receive -> came(places) -> carried(places) -> hand on -> went(places)
 
 ``over`` is set on the event loop once no thread touches the run's memory any more, however the run ended.
 """
@@ -10,10 +11,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -30,6 +32,7 @@ from etha.transport.copy.staging import Budget, CopySlot, CopySlots, StagingChun
 from etha.transport.geometry.iovec import Op
 from etha.transport.loan import Lender, Loan
 from etha.transport.rate_limit import RateLimit
+from etha.transport.wire.carrying import RingPlace, RingProgress
 from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import Span, WireProgram
@@ -37,6 +40,8 @@ from etha.transport.wire.forwarding import ForwardingProgress
 
 #: Why a run fails that passes a version on.
 NOT_COME = "the version that was passed on has not come as a whole"
+#: Most carried pieces of one system call; Linux takes 1,024.
+MOST_PARTS = 512
 #: Least seconds between two progress callbacks of one run.
 PROGRESS_EVERY = 0.1
 
@@ -110,6 +115,7 @@ class TcpRun:
         self._finished = False
         self._progress_at = 0.0
         self._ledger = ForwardingProgress()
+        self._ring = RingProgress()
         self._states = {p.number: _State(len(p.far)) for p in program.parts}
         #: For each wave, values to make and results to send. The wave is over when none is left.
         self._left: dict[int, int] = defaultdict(int)
@@ -204,6 +210,37 @@ class TcpRun:
             while self.error is None and not self._ledger.ready(numbers):
                 self._changed.wait()
             self._check()
+
+    # ---- what is carried ------------------------------------------------------------------------
+
+    def room_in_ring(self, places: Sequence[RingPlace]) -> list[memoryview]:
+        """Memory for the first of these pieces that this agent carries, to receive them. Waits for the first one's."""
+        return self._in_ring(places, self._ring.free)
+
+    def came(self, places: Iterable[RingPlace]) -> None:
+        """Record that carried pieces are in the ring."""
+        with self._changed:
+            self._ring.came(places)
+            self._changed.notify_all()
+
+    def carried(self, places: Sequence[RingPlace]) -> list[memoryview]:
+        """The memory of the first of these pieces, to hand them on. Waits until the first one has come."""
+        return self._in_ring(places, self._ring.ready)
+
+    def went(self, places: Iterable[RingPlace]) -> None:
+        """Record that carried pieces have been handed on, and their memory is free."""
+        with self._changed:
+            if self._ring.went(places):
+                self._changed.notify_all()
+
+    def _in_ring(self, places: Sequence[RingPlace], may: Callable[[RingPlace], bool]) -> list[memoryview]:
+        with self._changed:
+            while self.error is None and not may(places[0]):
+                self._changed.wait()
+            self._check()
+            found = list(itertools.takewhile(may, places[:MOST_PARTS]))
+        memory = self.slabs[2].reserve(self.program.ring)
+        return [memory[place.at : place.at + place.nbytes] for place in found]
 
     # ---- what is still arriving ------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from etha.transport.base import StreamLost
 from etha.transport.copy.staging import CopySlots, Pool, StagingChunk, dense_view
 from etha.transport.geometry.iovec import Op
 from etha.transport.tcp.run import Ended, TcpRun
+from etha.transport.wire.carrying import RingPlace
 from etha.transport.wire.differences import BaseVersion
 from etha.transport.wire.flows import CHUNK, Flow, FlowPiece, Span, count_pieces, divide
 from etha.transport.wire.worker_rows import Stretch
@@ -396,7 +397,9 @@ class ReceiveStream(Stream):
 
     def _take(self, run: TcpRun, span: Span, base: int) -> None:
         wired = span.wire
-        if base:
+        if span.ring:
+            self._carry(run, span.ring)
+        elif base and not span.carried:
             wired = self._difference(run, span)
         elif span.index >= 0:
             self._contribution(run, span)
@@ -418,6 +421,18 @@ class ReceiveStream(Stream):
         self.fill(memoryview(room.numpy()))  # type: ignore[arg-type, unused-ignore]
         self._skip(span)
         run.arrived(part)
+
+    def _carry(self, run: TcpRun, places: Sequence[RingPlace]) -> None:
+        """Receive carried pieces, as many at a time as the ring has room for."""
+        while places:
+            room = run.room_in_ring(places)
+            came, places = places[: len(room)], places[len(room) :]
+            while room:
+                n = self.sock.recvmsg_into(room, 0, socket.MSG_WAITALL)[0]
+                if n == 0:
+                    raise self.lost()
+                room = _after(room, n)
+            run.came(came)
 
     def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at, lowest = 0, 1
@@ -555,7 +570,9 @@ class SendStream(Stream):
 
     def _try(self, run: TcpRun, flow: Flow, lane: int) -> bool:
         span = flow.lanes[lane][0]
-        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or span.parts or span.after or run.limit is not None:
+        if len(flow.lanes[lane]) > 1 or span.wire > LITTLE or run.limit is not None:
+            return False
+        if span.parts or span.after or span.ring:
             return False
         if run.passed is not None or self.peer in run.resumed:  # it may have to be waited for
             return False
@@ -617,9 +634,10 @@ class SendStream(Stream):
     def _run(self, run: TcpRun, flow: Flow, lane: int) -> None:
         spans = flow.lanes[lane]
         base = run.bases.get(self.peer)
-        # Hold the header back until the first bytes, unless they wait for a reduction or for data to forward.
+        # Hold the header back until the first bytes, unless they wait for a reduction or for data from others.
         asks = self.peer in run.resumed
-        more = 0 if spans[0].parts or spans[0].after or run.passed is not None or asks else socket.MSG_MORE
+        waits = spans[0].parts or spans[0].after or spans[0].ring
+        more = 0 if waits or run.passed is not None or asks else socket.MSG_MORE
         self.sock.sendall(Header.of(flow, lane, run.label, 0 if base is None else base.seq, asks).pack(), more)
         kept = self._ask(spans) if asks else None
         past = 0
@@ -646,7 +664,9 @@ class SendStream(Stream):
     def _give(self, run: TcpRun, span: Span, base: BaseVersion | None) -> None:
         if span.after:
             run.await_laid(span.after)
-        if base is not None:
+        if span.ring:
+            self._hand_on(run, span.ring)
+        elif base is not None and not span.carried:
             self._difference(run, span, base)
         elif span.memory is not None:
             self._straight(run, span, span.memory)
@@ -659,6 +679,17 @@ class SendStream(Stream):
         self.owner.count(self.peer, span.nbytes, 0)
         for part in span.parts:
             run.sent(part)
+
+    def _hand_on(self, run: TcpRun, places: Sequence[RingPlace]) -> None:
+        """Send carried pieces, as many at a time as have come."""
+        while places:
+            some = run.carried(places)
+            sent, places = places[: len(some)], places[len(some) :]
+            while some and run.limit is None:
+                some = _after(some, self.sock.sendmsg(some))
+            for memory in some:
+                self._send_all(run, memory)
+            run.went(sent)
 
     def _straight(self, run: TcpRun, span: Span, memory: memoryview) -> None:
         at = 0
@@ -743,6 +774,15 @@ class SendStream(Stream):
             dense, base = chunk.view(piece.dtype), place // piece.dtype.itemsize
             ops += [Op(tile, source, dense, offset, base + at) for tile, offset, at in end.steps]
         return memory, ops
+
+
+def _after(parts: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of them after so many bytes."""
+    for number, part in enumerate(parts):
+        if nbytes < len(part):
+            return [part[nbytes:], *parts[number + 1 :]]
+        nbytes -= len(part)
+    return []
 
 
 def _part_of(piece: FlowPiece) -> int:

@@ -168,6 +168,14 @@ class _Deriver:
                         self._move(p.tensor, ("target", p.rank), p.region, p.sinks or ((p.rank, p.region),))
                         for p in passes
                     ]
+            if not crossings.carrying.empty:
+                # A carrier keeps nothing, so the ends compare with each other.
+                through = crossings.carrying.ends()
+                for carriages, courses in ((through.gives, gives), (through.takes, takes)):
+                    for peer, some in carriages.items():
+                        courses[peer] += [
+                            self._move(c.tensor, ("source", c.source), c.region, ((c.holder, c.region),)) for c in some
+                        ]
             self._relays = relays
             for agent in crossings.owners:
                 for giver, taker, subject in self._reduced(crossings.parts(agent)):

@@ -28,6 +28,7 @@ from etha.transport.geometry.boxes import BoxAxis, Ints
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.overlap import Written, packed
 from etha.transport.geometry.tiles import Tile
+from etha.transport.wire.carrying import CARRIED, HANDED, Carriage, Given, places, ring_bytes
 from etha.transport.wire.crossings import ALIGN, CrossingMove, Crossings, SlotPart
 from etha.transport.wire.flows import (
     BUCKET,
@@ -246,13 +247,19 @@ class _Compiler(PieceMapper):
         self._waves = waves([prod(s.shape) * s.dtype.itemsize for s in specs], cut) if cut is not None else ()
         self._chunk = CHUNK if cut is None else cut.chunk
         self._crossings = wire_crossings(plan, routing, staging, cut)
-        self._relays = self._crossings.relays
+        self._relays, self._carrying = self._crossings.relays, self._crossings.carrying
+        if cut is not None and not self._carrying.empty:
+            raise ValueError("agents carry nothing for each other over NCCL: plan with carry=False")
+        #: What this agent carries, piece by piece: from which agent to which.
+        self._ring: tuple[tuple[str, str, FlowPiece], ...] = ()
+        self._ring_bytes = 0
         self._arrivals = Arrivals(self._relays.origins)
         self._passed = 0
 
     def program(self, bucket: int, streams: int) -> WireProgram:
         """The whole program."""
         me, crossings = self.routing.me, self._crossings
+        self._ring = tuple(self._ring_pieces())
         # Receives first, because forwarded pieces depend on them.
         receives = self._flows(False, crossings.received, bucket, streams)
         if missing := self._relays.roots - self._arrivals.seen:
@@ -284,6 +291,7 @@ class _Compiler(PieceMapper):
             staged=self.staged,
             scratch=max((n * (w.source.itemsize + 3 * a + w.wire.itemsize) for n, w, a in widths), default=0),
             slabs=(even, odd),
+            ring=self._ring_bytes,
             passed=self._passed,
             members=() if self._cut is None else self._cut.members,
             chunk=max(
@@ -309,6 +317,8 @@ class _Compiler(PieceMapper):
         for peer, passes in (self._relays.given if sending else self._relays.taken).items():
             for one in passes:
                 pieces[peer] += self._pass(one, sending)
+        for peer, piece in self._carry(sending):
+            pieces[peer].append(piece)
         flows = {}
         turns = self._crossings.rounds
         for peer in sorted((p for p, found in pieces.items() if found), key=lambda p: (turns.get(p, 0), p)):
@@ -356,6 +366,42 @@ class _Compiler(PieceMapper):
             owners: tuple[Member, ...] = tuple(sorted(("target", rank) for rank, _ in one.sinks))
             ends = [self.end("target", rank, tensor, r, bounds, wire, dense=True) for rank, r in one.sinks]
             yield self._marked(self.piece(one.stage, tensor, wire, bounds, owners, ends), tensor, one.sinks, bounds)
+
+    # ---- through a carrier ---------------------------------------------------------------------
+
+    def _carry(self, sending: bool) -> Iterator[tuple[str, FlowPiece]]:
+        """What goes to carriers and what they hand on, at all of its ends, with the agent at the other end."""
+        for giver, taker, piece in self._ring:
+            yield (taker, replace(piece, stage=HANDED)) if sending else (giver, piece)
+            self._passed += piece.nbytes * sending
+        if sending:
+            for peer, some in self._carrying.given.items():
+                for one in some:
+                    yield from ((peer, piece) for piece in self._end_of(one, "source", one.source))
+        else:
+            for peer, got in self._carrying.handed.items():
+                for each in got:
+                    yield from ((peer, piece) for piece in self._end_of(each, "target", each.holder))
+
+    def _end_of(self, one: Given | Carriage, side: str, rank: int) -> Iterator[FlowPiece]:
+        wire, stage = self.plan.wire_dtype(one.tensor), CARRIED if side == "source" else HANDED
+        for bounds in blocks(one.region.shape, self._chunk // wire.itemsize):
+            laid = self.end(side, rank, one.tensor, one.region, bounds, wire, dense=True)
+            yield self.piece(stage, one.tensor, wire, bounds, ((side, rank),), [laid])
+
+    def _ring_pieces(self) -> Iterator[tuple[str, str, FlowPiece]]:
+        """What this agent carries, in its order: (agent of the source, agent of the holder, piece)."""
+        found: list[tuple[str, str, FlowPiece]] = []
+        for one in self._carrying.carried:
+            wire = self.plan.wire_dtype(one.tensor)
+            for bounds in blocks(one.region.shape, self._chunk // wire.itemsize):
+                nbytes = prod(last - first for first, last in bounds) * wire.itemsize
+                piece = FlowPiece(stage=CARRIED, tensor=one.tensor, nbytes=nbytes, dtype=wire, owners=())
+                found.append((self.routing.source[one.source], self.routing.target[one.holder], piece))
+        sizes = [piece.padded for _, _, piece in found]
+        self._ring_bytes = ring_bytes(sizes, self._staging)
+        for (giver, taker, piece), place in zip(found, places(sizes, self._ring_bytes), strict=True):
+            yield giver, taker, replace(piece, ring=place)
 
     def _marked(self, piece: FlowPiece, tensor: int, sinks: Sequence[tuple[int, Region]], bounds: Bounds) -> FlowPiece:
         """The piece with an arrival number if this agent forwards what it brings."""

@@ -4,8 +4,8 @@
     stage 3  contributions, wave 1                                     stage 5  results, wave 1 ...
 
 Data that several targets of one agent want, or that several replicas of one agent hold, crosses once. What targets
-forward comes after all of that (``relays``). Reductions run in waves that fit the staging. No stage waits for a later
-one anywhere, so agents cannot wait for each other in a circle.
+forward comes after all of that (``relays``), and what is carried comes last (``carrying``). Reductions run in waves
+that fit the staging. No stage waits for a later one anywhere, so agents cannot wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from etha.plan import Plan
 from etha.plan.planner.rank_plan import CONTRIBUTE, MOVE, RESULT, RankPlan, Region, Slot
 from etha.transport.geometry.bounds import Bounds, parts
 from etha.transport.geometry.boxes import Ints
+from etha.transport.wire.carrying import CarryingTable
 from etha.transport.wire.forwarding import ForwardingTable
 from etha.transport.wire.routing import Routing
 
@@ -84,6 +85,9 @@ class Crossings:
         self.relays = ForwardingTable(plan, routing)
         #: For each agent, the first round of the plan in which anything goes to it.
         self.rounds: dict[str, int] = dict(self.relays.rounds)
+        self.carrying = CarryingTable(plan, routing)
+        for peer, turn in self.carrying.rounds.items():
+            self._begin(peer, turn)
         self.sent: dict[str, list[CrossingMove]] = self._moves("source")
         self.received: dict[str, list[CrossingMove]] = self._moves("target")
         #: Agents that own slots to which this agent gives or from which it takes; itself included if it owns any.

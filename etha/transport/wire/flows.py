@@ -1,7 +1,7 @@
 """Flows: what one agent sends to, or receives from, one other in a transfer, as spans dealt to streams. Data only.
 
     flow = lanes (one per stream) of spans
-    span = straight to or from a tensor | pieces through a chunk | a contribution
+    span = straight to or from a tensor | pieces through a chunk | a contribution | a carried piece
 
 The bytes on the wire are the pieces in order, each dense in C-order of its dims and padded to PAD. So each end may
 choose on its own which pieces go straight to memory. The streams of ``tcp`` move them.
@@ -22,6 +22,7 @@ import torch
 from etha.memory.views import View
 from etha.transport.copy.program import PIECE, Member
 from etha.transport.geometry.tiles import Tile
+from etha.transport.wire.carrying import CARRIED, RingPlace
 from etha.transport.wire.crossings import SlotPart
 
 #: Each piece is padded to a multiple of this many bytes, so that elements in chunks are aligned.
@@ -63,7 +64,7 @@ class FlowPiece:
     the same on a device, at ``address``. ``index``: at the receiver, the index of the contribution to ``part`` that
     this is; -1 for anything else. ``arrival``: the number by which pieces to other agents wait (``after``) until this
     one is in place; -1 if none does. ``route``: the source rank and the target ranks of a piece that may travel in any
-    order; () for others.
+    order; () for others. ``ring``: at its carrier, where it lies until it is handed on.
     """
 
     stage: int
@@ -80,6 +81,7 @@ class FlowPiece:
     arrival: int = -1
     after: tuple[int, ...] = ()
     route: tuple[int, ...] = ()
+    ring: RingPlace | None = None
 
     @property
     def padded(self) -> int:
@@ -103,7 +105,7 @@ class Span:
     Sending waits for ``parts`` (whose results it sends), and for the ``arrivals`` of other spans in ``after``.
     ``nbytes`` is payload, ``wire`` the bytes that travel. On a device, ``address`` takes the place of ``memory`` (0: it
     is packed), and ``key`` names the group that both ends put it in (``nccl_messages``). ``cuts`` are the pieces of
-    ``memory``, in order.
+    ``memory``, in order. ``carried``: a carrier takes it or hands it on, and there its pieces lie at ``ring``.
     """
 
     nbytes: int
@@ -118,6 +120,8 @@ class Span:
     address: int = 0
     key: tuple[int, ...] = ()
     cuts: tuple[Cut, ...] = ()
+    carried: bool = False
+    ring: tuple[RingPlace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,8 +165,9 @@ class WireProgram:
 
     ``early`` are copies out of memory that source and target share, to be made before anything is written. With
     ``aliased``, the lane's program must run first, too. ``slabs``: bytes of the even and of the odd waves. ``scratch``
-    is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, and ``chunk`` the most that a
-    stream packs or unpacks at once. ``passed`` of the bytes sent are forwarded: received from others before. ``sends``
+    is the most that one reduction takes while it runs, ``staged`` what ``early`` fills, ``chunk`` the most that a
+    stream packs or unpacks at once, and ``ring`` what is carried at once. ``passed`` of the bytes sent are forwarded or
+    handed on: received from others before. ``sends``
     is in the order of the plan's rounds. ``observer`` is shown every reduction. On a device, ``members`` are the agents
     of the communicator, and ``early`` puts its copies into ``staged`` bytes of the view space EARLY. ``differs``: its
     streams may send the difference to what the targets hold (``differences``), and have memory for that.
@@ -178,6 +183,7 @@ class WireProgram:
     scratch: int = 0
     slabs: tuple[int, int] = (0, 0)
     chunk: int = 0
+    ring: int = 0
     passed: int = 0
     observer: FlowObserver | None = None
     members: tuple[str, ...] = ()
@@ -341,6 +347,10 @@ def _span(run: list[FlowPiece]) -> Span:
     after = tuple(sorted({number for p in run for number in p.after}))
     nbytes, wire = sum(p.nbytes for p in run), sum(p.padded for p in run)
     owners = tuple(sorted({owner for p in run for owner in p.owners}))
+    carried = first.stage >= CARRIED
+    if first.ring is not None:
+        places = tuple(p.ring for p in run if p.ring is not None)
+        return Span(nbytes=nbytes, wire=wire, owners=owners, carried=carried, ring=places)
     if first.index >= 0:
         assert first.part is not None
         return Span(nbytes=nbytes, wire=wire, owners=owners, parts=(first.part,), index=first.index)
@@ -349,15 +359,18 @@ def _span(run: list[FlowPiece]) -> Span:
         assert view is not None
         memory = first.straight if len(run) == 1 else span_memory(view, first.address, nbytes)
         cuts = tuple(Cut(view, p.address - view.address, p.nbytes, p.dtype) for p in run)
-        return Span(nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after, cuts=cuts)
-    places, at = [], 0
+        return Span(
+            nbytes=nbytes, wire=wire, owners=owners, memory=memory, arrivals=arrivals, after=after, cuts=cuts,
+            carried=carried,
+        )  # fmt: skip
+    packed, at = [], 0
     for piece in run:
-        places.append((at, piece))
+        packed.append((at, piece))
         at += piece.padded
     parts = {p.part.number: p.part for p in run if p.part is not None}
     return Span(
-        nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(places), parts=tuple(parts.values()), arrivals=arrivals,
-        after=after,
+        nbytes=nbytes, wire=wire, owners=owners, pieces=tuple(packed), parts=tuple(parts.values()), arrivals=arrivals,
+        after=after, carried=carried,
     )  # fmt: skip
 
 
@@ -378,7 +391,7 @@ def landed(span: Span) -> Iterator[tuple[Place, int]]:
 
 def count_pieces(span: Span) -> int:
     """How many pieces it carries: both ends of a stream have the same pieces, each in spans of its own."""
-    return len(span.cuts) or len(span.pieces) or 1
+    return len(span.cuts) or len(span.pieces) or len(span.ring) or 1
 
 
 def divide(span: Span, kept: Sequence[bool]) -> tuple[list[Span], list[Span]]:

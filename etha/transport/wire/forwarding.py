@@ -19,7 +19,7 @@ import numpy as np
 
 from etha.plan import Plan
 from etha.plan.planner.pieces import joined
-from etha.plan.planner.rank_plan import CARRY, DELIVER, FORWARD, Region
+from etha.plan.planner.rank_plan import FORWARD, Region
 from etha.transport.geometry.bounds import Bounds
 from etha.transport.wire.routing import Routing
 
@@ -95,8 +95,6 @@ class ForwardingTable:
         taken: list[tuple[int, int, int, int, Region]] = []
         for rank in self._routing.ranks("target", me):
             rp = self._plan.for_rank("target", rank)
-            if ((rp.kind == CARRY) | (rp.kind == DELIVER)).any():
-                raise ValueError("agents carry nothing for each other: plan with carry=False")
             rows = np.flatnonzero(rp.kind == FORWARD)
             columns = (rp.tensor, rp.phase, rp.source, rp.target, rp.round, rp.region_index)
             for tensor, hop, source, target, turn, number in zip(*(c[rows].tolist() for c in columns), strict=True):

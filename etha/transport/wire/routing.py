@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etha.plan import Plan
-from etha.plan.planner.rank_plan import CONTRIBUTE, FORWARD, MOVE, RESULT, inside_target
+from etha.plan.planner.rank_plan import CARRY, CONTRIBUTE, DELIVER, FORWARD, MOVE, RESULT, inside_target
 from etha.transport.copy.program import Member
 
 
@@ -80,20 +80,23 @@ def account(plan: Plan, routing: Routing) -> tuple[dict[Member, int], dict[Membe
     """(bytes, other ends) of each rank of this agent, however they travel, from the plan alone.
 
     Bytes are at the wire dtype: what a source rank gives and a target rank takes for itself, copies within one agent
-    included. What a target rank forwards is not counted; the rank that gets it has the forwarding rank as its other
-    end.
+    included. What a target rank forwards or carries is not counted; the rank that gets it has that rank as its other
+    end, and so has a source rank whose rows are carried.
     """
     slots = SlotPeers(plan)
     nbytes: dict[Member, int] = {}
     peers: dict[Member, tuple[Member, ...]] = {}
-    for side, kinds, other in (("source", (MOVE, CONTRIBUTE), "target"), ("target", (MOVE, RESULT, FORWARD), "source")):
+    for side, kinds, other in (
+        ("source", (MOVE, CONTRIBUTE, CARRY), "target"),
+        ("target", (MOVE, RESULT, FORWARD, DELIVER), "source"),
+    ):
         for rank in routing.ranks(side, routing.me):
             rp = plan.for_rank(side, rank)
             mine = np.isin(rp.kind, kinds) & ((rp.source if side == "source" else rp.target) == rank)
             nbytes[side, rank] = int(rp.nbytes[mine].sum())
-            moves = mine & (rp.kind == MOVE)
+            moves = mine & ((rp.kind == MOVE) | (rp.kind == CARRY))
             met = set(np.unique((rp.target if side == "source" else rp.source)[moves]).tolist())
-            passed = np.unique(rp.source[mine & (rp.kind == FORWARD)]).tolist()
+            passed = np.unique(rp.source[mine & inside_target(rp.kind)]).tolist()
             for row in np.flatnonzero(mine & ((rp.kind == CONTRIBUTE) | (rp.kind == RESULT))).tolist():
                 slot = rp.slots[int(rp.slot[row])]
                 met |= slots.of(slot.owner)[slot.tensor, slot.number][1 if side == "source" else 0]

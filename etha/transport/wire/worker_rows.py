@@ -1,7 +1,7 @@
 """Which parts of a flow's lanes a worker can move itself, and the rows of its memory that travel then. Data only.
 
-A worker moves what lies in its private memory as it travels: nothing is cast, reduced, passed on or ordered after other
-data, and it belongs to one rank. The agent would copy each such byte once more, through a chunk.
+A worker moves what lies in its private memory as it travels: nothing is cast, reduced, passed on, carried or ordered
+after other data, and it belongs to one rank. The agent would copy each such byte once more, through a chunk.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _candidates(flow: Flow) -> list[tuple[int, int, Member, Sequence[Span]]]:
 def _mover(span: Span) -> Member | None:
     """Whose worker can move a span; None if only the agent can."""
     plain = span.memory is None and bool(span.pieces) and len(span.owners) == 1
-    if not plain or span.index >= 0 or span.parts or span.arrivals or span.after:
+    if not plain or span.index >= 0 or span.parts or span.arrivals or span.after or span.carried:
         return None
     rows = 0
     for _, piece in span.pieces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from etha.plan import Layout, Plan, TensorSpec, build_plan
 from etha.plan.planner import reduction, senders
 from etha.plan.planner.fanout import RELAY_BYTES
 from etha.plan.planner.rank_plan import FORWARD
+from etha.transport.wire.carrying import RingProgress
 from etha.transport.wire.crossings import SlotPart
 from etha.transport.wire.flows import Span, WireProgram
 from etha.transport.wire.forwarding import ForwardingProgress
@@ -32,10 +34,11 @@ def least_slice(nbytes: int) -> Iterator[None]:
         yield
 
 
-def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | None = 1) -> Job:
+def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | None = 1, carry: bool = False) -> Job:
     """Random layouts, dtypes, strides and memory; one or two source hosts, up to four target hosts of up to two agents.
 
-    ``chains``: at most so many chains of hosts a piece; None: as many as the planner likes.
+    ``chains``: at most so many chains of hosts a piece; None: as many as the planner likes. ``carry``: idle agents of a
+    host receive for busy ones, and a part of the tensors is on some target ranks only.
     """
     rng = rng or random.Random(seed)
     m, n = rng.choice([1, 2, 4]), rng.choice([2, 3, 4, 6, 8])
@@ -50,10 +53,13 @@ def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | No
         if rng.random() < 0.6:  # copies, which is what relays are for
             two = n % 2 == 0 and rng.random() < 0.5
             there = Layout((2, n // 2), [Shard(0), Replicate()]) if two else Layout.replicated(n)
+        if carry and rng.random() < 0.6:
+            some = rng.sample(range(n), rng.randint(1, n))
+            there = Layout(some, [Shard(rng.randrange(ndim))])
         source[f"t{i}"] = TensorSpec(shape, a, layout(rng, m, ndim, rng.random() < 0.3 and a.itemsize > 1))
         target[f"t{i}"] = TensorSpec(shape, b, there)
     here = tuple(rng.choice(["a", "b"]) for _ in range(m))
-    several = rng.random() < 0.4
+    several = rng.random() < (0.9 if carry else 0.4)
     names = [*"cdef"[: rng.choice([1, 2, 3, 4])], *(["a"] if rng.random() < 0.2 else [])]
     there_at = sorted(rng.choice(names) + (rng.choice(["", "2"]) if several else "") for _ in range(n))
     if rng.random() < 0.3:
@@ -61,9 +67,9 @@ def relayed_job(seed: int, rng: random.Random | None = None, *, chains: int | No
     with least_slice(rng.choice([1, 16, 64, 1024])):
         plan = build_plan(
             source, target, source_agents=here, target_agents=there_at, source_hosts=here,
-            target_hosts=[name[0] for name in there_at], fan_out="relay", relay_bytes=0, carry=False,
+            target_hosts=[name[0] for name in there_at], fan_out="relay", relay_bytes=0, carry=carry,
         )  # fmt: skip
-        for klass in plan.classes:
+        for klass in [] if carry else plan.classes:
             if chains is not None and klass.passable and not plan.topology.one_agent:
                 klass.chains = chains
     assert not plan.violations
@@ -114,6 +120,7 @@ class Crossed(Plan):
         self._whole, self._turns = plan, turns
         self.names, self.source, self.target = plan.names, plan.source, plan.target
         self.class_of, self.topology = plan.class_of, plan.topology
+        self.classes = plan.classes
         self.n = len(plan.topology.target_host)
 
     def wire_dtype(self, tensor: int) -> torch.dtype:
@@ -147,23 +154,32 @@ class Crossed(Plan):
         )
 
 
+def single(lane: Sequence[Span]) -> tuple[Span, ...]:
+    """The lane, whose carried pieces go one by one: streams take as many at once as can go."""
+    found: list[Span] = []
+    for span in lane:
+        found += [replace(span, ring=(place,), wire=place.nbytes) for place in span.ring] or [span]
+    return tuple(found)
+
+
 class Played:
     """One transfer over all agents without bytes: streams carry spans in order, a step at a time.
 
     A sender's span goes once what it waits for has come to its agent and its reductions are complete; a receiver's
-    counts once all of its bytes have come.
+    counts once all of its bytes have come. A carried piece needs its place in the ring.
     """
 
     def __init__(self, programs: Mapping[str, WireProgram]) -> None:
         self.programs = programs
         self.progress = {name: ForwardingProgress() for name in programs}
+        self.rings = {name: RingProgress() for name in programs}
         self.missing = {name: {p.number: len(p.far) for p in program.parts} for name, program in programs.items()}
         self.lanes: list[tuple[str, str, tuple[Span, ...], tuple[Span, ...]]] = []
         for name, program in programs.items():
             for peer, flow in program.sends.items():
                 back = programs[peer].receives[name]
                 assert flow.digest == back.digest and flow.wire == back.wire
-                self.lanes += [(name, peer, *both) for both in zip(flow.lanes, back.lanes, strict=True)]
+                self.lanes += [(name, peer, *map(single, both)) for both in zip(flow.lanes, back.lanes, strict=True)]
         self.sent, self.got = [0] * len(self.lanes), [0] * len(self.lanes)
         self.carried, self.taken = [0] * len(self.lanes), [0] * len(self.lanes)
 
@@ -173,7 +189,7 @@ class Played:
         for i, (sender, _, out, back) in enumerate(self.lanes):
             if self.sent[i] < len(out) and self._may(sender, out[self.sent[i]]):
                 found.append(lambda i=i: self._send(i))  # type: ignore[misc]
-            if self.got[i] < len(back) and self.carried[i] >= self.taken[i] + back[self.got[i]].wire:
+            if self.got[i] < len(back) and self._come(i, back[self.got[i]]):
                 found.append(lambda i=i: self._receive(i))  # type: ignore[misc]
         return found
 
@@ -183,14 +199,24 @@ class Played:
         return all(n == len(lane[3]) for n, lane in zip(self.got, self.lanes, strict=True))
 
     def _may(self, agent: str, span: Span) -> bool:
+        if not all(self.rings[agent].ready(place) for place in span.ring):
+            return False
         return self.progress[agent].ready(span.after) and all(self._made(agent, part) for part in span.parts)
+
+    def _come(self, i: int, span: Span) -> bool:
+        if not all(self.rings[self.lanes[i][1]].free(place) for place in span.ring):
+            return False
+        return self.carried[i] >= self.taken[i] + span.wire
 
     def _made(self, agent: str, part: SlotPart) -> bool:
         return self.missing[agent][part.number] == 0
 
     def _send(self, i: int) -> None:
-        self.carried[i] += self.lanes[i][2][self.sent[i]].wire
+        sender, _, out, _ = self.lanes[i]
+        span = out[self.sent[i]]
+        self.carried[i] += span.wire
         self.sent[i] += 1
+        self.rings[sender].went(span.ring)
 
     def _receive(self, i: int) -> None:
         _, receiver, _, back = self.lanes[i]
@@ -198,5 +224,6 @@ class Played:
         self.taken[i] += span.wire
         self.got[i] += 1
         self.progress[receiver].lay(span.arrivals)
+        self.rings[receiver].came(span.ring)
         if span.index >= 0:
             self.missing[receiver][span.parts[0].number] -= 1

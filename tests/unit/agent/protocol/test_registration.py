@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from torch.distributed.tensor.placement_types import Shard
 
 from etha.agent.protocol.capabilities import Capabilities, Terms
 from etha.agent.protocol.effects import Answer, Fail, Member
@@ -25,6 +28,7 @@ from etha.agent.protocol.registration import (
     Unenroll,
 )
 from etha.errors import PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
+from etha.plan import Layout, TensorSpec, build_agent_plan
 from tests.examples import examples
 
 ONE = {"t": ("a", "a"), "i": ("a",)}
@@ -126,6 +130,33 @@ def test_everybody_comes_and_is_told() -> None:
     world.look()
     world.plan()
     assert [world.expect[key].seq for key in keys] == [4, 4, 4] and world.stood == 1
+
+
+@pytest.mark.parametrize("nccl", [("", ""), ("yes", ""), ("0" * 256, "yes")], ids=["none", "one", "both"])
+def test_only_agents_without_nccl_carry_for_each_other(nccl: tuple[str, str]) -> None:
+    """All agents know of each other's NCCL only once they have planned; the digests stay those that were compared."""
+    part = TensorSpec((4096, 512), torch.float32, Layout([0], [Shard(0)]))
+    rest = TensorSpec((2,), torch.float32, Layout((2,), [Shard(0)]))
+    plan = build_agent_plan(
+        {"w": part, "x": TensorSpec((2,), torch.float32, Layout([0], [Shard(0)]))},
+        {"w": part, "x": rest},
+        source_hosts=["s"],
+        target_hosts=["t", "t"],
+        source_agents=["s"],
+        target_agents=["a", "b"],
+    )
+    assert plan.carries
+    batch = BatchRegistration("'b' of pair 'p'", me="a", agents={"t": ("a",), "i": ("b",)})
+    mine, theirs = (verdict(nccl=found) for found in nccl)
+    entries: dict[Member, str] = {("t", 0): "{}", ("i", 0): "{}"}
+    batch.enrolled(("t0", 1), ("t", 0))
+    batch.rostered(entries, {}, 0, frozenset(batch.waiting))
+    batch.evaluated(replace(evaluation(), plans={"t": plan}), Capabilities.from_text("a", mine))
+    effects = batch.rostered(entries, {"a": mine, "b": theirs}, 0, frozenset(batch.waiting))
+    [stand] = [effect for effect in effects if isinstance(effect, Stand)]
+    assert stand.evaluation.plans["t"].carries != all(nccl)
+    assert stand.evaluation.plans["t"] is (plan.uncarried() if all(nccl) else plan)
+    assert stand.evaluation.digests == evaluation().digests
 
 
 def test_two_agents_compare_their_plans() -> None:

@@ -134,19 +134,6 @@ def test_floats_that_widen_are_sent_by_the_source() -> None:
     assert not any(ForwardingTable(job.plan, job.routing(name)).given for name in job.agents)
 
 
-def test_plans_with_carriers_are_refused() -> None:
-    job, held, there = copies((4096, 512), 1), Shard(0), ["t0", "t1", "t2"]
-    target = {
-        "w0": TensorSpec((4096, 512), torch.float32, Layout([0], [held])),
-        "x": TensorSpec((1, 3), torch.float32, Layout((3,), [Shard(1)])),
-    }
-    source = {**job.plan.source, "x": TensorSpec((1, 3), torch.float32, Layout((2,), [held]))}
-    plan = build_plan(source, target, source_agents=["s"] * 2, target_agents=there, target_hosts=["t"] * 3)
-    routing = Job(plan, ("s", "s"), tuple(there), {}, {}).routing("t1")
-    with pytest.raises(ValueError, match="carry=False"):
-        ForwardingTable(plan, routing)
-
-
 def test_accounts_count_what_a_rank_gets_and_not_what_it_passes_on() -> None:
     job = copies((1024, 1024), 3)
     found = {}
