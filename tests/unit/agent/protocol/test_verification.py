@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -13,14 +13,17 @@ from etha.agent.protocol.verification import Line, VerificationBook, Verificatio
 from etha.errors import TransferError
 from etha.plan import Layout, TensorSpec
 from etha.transport.copy.staging import Budget
+from etha.transport.tcp.run import TcpRun
 from etha.transport.tcp.streams import SendStream
 from etha.transport.verify.checksums import ChecksumReader, checksum
 from etha.transport.verify.chunks import CHUNK, SAMPLE, Course
+from etha.transport.wire.carrying import RingPlace
 from etha.transport.wire.flows import WireProgram
 from tests.examples import examples
 from tests.unit.transport.agents import Agent, Job, agents, bits, make_plan, same, transfer
 from tests.unit.transport.relaying import copies, relayed_job
 from tests.unit.transport.tcp.test_transport import partial, random_job, rows
+from tests.unit.transport.wire.test_carrying import carried_job, one_holder
 
 LIMIT = 64 << 20
 #: Seeds of jobs in which some rank receives something dense.
@@ -116,6 +119,35 @@ async def test_a_bit_that_changed_behind_a_relay_is_found_between_the_two(partia
         for rank in range(3):
             with pytest.raises(TransferError, match=r"chunk \[.*\] of t rank \d is not what .*[st] rank \d"):
                 await watched.move(at, 1 + rank, between=lambda rank=rank: flip(job.target[rank]["w0"]))
+
+
+@pytest.mark.parametrize("seed", range(examples(20)))
+async def test_both_ends_of_what_is_carried_agree(seed: int) -> None:
+    """The carrier keeps nothing: the source's agent and the holder's compare with each other."""
+    job = carried_job(seed)
+    expected = job.expected()
+    async with agents(job.agents, streams=3) as at:
+        await Watched(job, full=seed % 3 != 0).move(at, seq=seed)
+    same(job.target, expected)
+
+
+async def test_a_bit_that_changes_in_a_carriers_ring_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, carried, flipped = one_holder(), TcpRun.carried, list[int]()
+
+    def corrupt(self: TcpRun, places: Sequence[RingPlace]) -> list[memoryview]:
+        found = carried(self, places)
+        if not flipped:
+            flipped.append(1)
+            found[0][5] ^= 1
+        return found
+
+    monkeypatch.setattr(TcpRun, "carried", corrupt)
+    watched = Watched(job)
+    async with agents(job.agents) as at:
+        with pytest.raises(TransferError, match=r"tensor 'w' chunk \[.*\] of t rank 2 is not what s rank \d holds"):
+            await watched.move(at, 1)
+        await watched.move(at, 2)
+    same(job.target, job.expected())
 
 
 @pytest.mark.parametrize("seed", FLIPPED)
