@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import etha
+from etha.redistribute.exchange import GroupExchange, Link
 
 RANKS = 8
 R, P, A = Replicate(), Partial(), Partial("avg")
@@ -138,21 +139,27 @@ def _sent(name: str, args: Any, out: Any) -> float:
 def counting_ours() -> Iterator[list[int]]:
     """Bytes that this rank puts on the wire in each exchange while the block runs."""
     sent: list[int] = []
-    collective, grouped = dist.all_to_all_single, dist.batch_isend_irecv
+    collective, link, send = GroupExchange.exchange, GroupExchange.link, Link.send
 
-    def count_collective(out: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        sent.append(given.nbytes)
-        return collective(out, given, *args, **kwargs)
+    def count_collective(wire: Any, out: Any, *args: Any) -> None:
+        sent.append(out.nbytes)
+        collective(wire, out, *args)
 
-    def count_grouped(ops: Any) -> Any:
-        sent.append(sum(op.tensor.nbytes for op in ops if op.op is dist.isend))
-        return grouped(ops)
+    def count_link(*args: Any) -> Any:
+        found = link(*args)
+        if found is not None:
+            sent.append(0)
+        return found
 
-    dist.all_to_all_single, dist.batch_isend_irecv = count_collective, count_grouped
+    def count_message(wire: Any, tensor: Any, peer: int) -> Any:
+        sent[-1] += tensor.nbytes
+        return send(wire, tensor, peer)
+
+    GroupExchange.exchange, GroupExchange.link, Link.send = count_collective, count_link, count_message  # type: ignore
     try:
         yield sent
     finally:
-        dist.all_to_all_single, dist.batch_isend_irecv = collective, grouped
+        GroupExchange.exchange, GroupExchange.link, Link.send = collective, link, send  # type: ignore
 
 
 @dataclass(kw_only=True)

@@ -41,21 +41,58 @@ class LocalRegion:
             self._runs.append(list(zip(itertools.accumulate(lengths, initial=0), starts, lengths, strict=False)))
         #: Dims with several runs, the one with most runs last, because that one is indexed if there are many boxes.
         self._many = sorted((d for d, r in enumerate(self._runs) if len(r) > 1), key=lambda d: len(self._runs[d]))
-        self._few = prod(len(r) for r in self._runs) <= FEW
+        #: Whether copying box by box is cheaper than an index.
+        self.few = prod(len(r) for r in self._runs) <= FEW
 
     def is_whole(self, shape: Sequence[int]) -> bool:
         """Whether it is all of a local tensor of this shape."""
         return self.shape == tuple(shape)
 
+    def start_in(self, strides: Sequence[int]) -> int | None:
+        """Its first element in the memory of a local tensor with these strides, if its elements follow each other there
+        in the order in which they lie in the dense piece; None if they do not."""
+        if self._many or not self.numel:
+            return None
+        start, step = 0, 1
+        for d in reversed(range(len(self.shape))):
+            start += self._runs[d][0][1] * strides[d]
+            if self.shape[d] != 1 and strides[d] != step:
+                return None
+            step *= self.shape[d]
+        return start
+
+    def boxes(self, tensor: torch.Tensor, dense: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of its boxes in the local tensor, each with that of the same elements in the dense piece."""
+        for part, view in self._boxes(dense, tensor, self._many):
+            yield view, part
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The region of ``tensor``, in the shape of the dense piece: a view if it is one box, otherwise a copy."""
+        if not self._many:
+            return self._narrow(tensor)
+        dense = tensor.new_empty(self.shape)
+        self.pack(tensor, dense)
+        return dense
+
+    def copy_to(self, tensor: torch.Tensor, other: LocalRegion, target: torch.Tensor) -> None:
+        """Copy the region of ``tensor`` to ``other``, the other end of it, in ``target``; both as bits."""
+        if not self.numel:
+            return
+        if self.few:
+            for here, there in zip(self._views(tensor), other._views(target), strict=True):
+                there.copy_(here)
+            return
+        other.unpack(target, self.dense(tensor))
+
     def pack(self, tensor: torch.Tensor, dense: torch.Tensor) -> None:
         """Copy the region of ``tensor`` into ``dense``, both as bits; ``dense`` has the piece's shape."""
         if not self.numel:
             return
-        if self._few:
+        if self.few:
             for there, here in self._boxes(dense, tensor, self._many):
                 there.copy_(here)
             return
-        _, found = self._narrow(dense, tensor)
+        found = self._narrow(tensor)
         for d in self._many:
             found = found.index_select(d, self._index[d].to(tensor.device))
         dense.copy_(found)
@@ -64,7 +101,7 @@ class LocalRegion:
         """Copy ``dense`` into the region of ``tensor``."""
         if not self.numel:
             return
-        if self._few:
+        if self.few:
             for here, there in self._boxes(dense, tensor, self._many):
                 there.copy_(here)
             return
@@ -73,17 +110,26 @@ class LocalRegion:
         for here, there in self._boxes(dense, tensor, outer):
             there.index_copy_(inner, index, here)
 
-    def _narrow(self, dense: torch.Tensor, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _narrow(self, tensor: torch.Tensor) -> torch.Tensor:
         for d, runs in enumerate(self._runs):
-            if len(runs) == 1:
+            if len(runs) == 1 and runs[0][2] != tensor.shape[d]:
                 tensor = tensor.narrow(d, runs[0][1], runs[0][2])
-        return dense, tensor
+        return tensor
+
+    def _views(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Views of the boxes in the local tensor. Both ends of a region have equal boxes, in one order."""
+        tensor = self._narrow(tensor)
+        for box in itertools.product(*(self._runs[d] for d in self._many)):
+            view = tensor
+            for d, (_, start, length) in zip(self._many, box, strict=True):
+                view = view.narrow(d, start, length)
+            yield view
 
     def _boxes(
         self, dense: torch.Tensor, tensor: torch.Tensor, dims: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of both, one pair for each combination of runs of ``dims``."""
-        dense, tensor = self._narrow(dense, tensor)
+        tensor = self._narrow(tensor)
         for box in itertools.product(*(self._runs[d] for d in dims)):
             here, there = dense, tensor
             for d, (at, start, length) in zip(dims, box, strict=True):

@@ -17,6 +17,11 @@ from etha.errors import LayoutError
 from etha.plan import LOCAL, RECV, Layout, Plan, RankPlan, TensorSpec, build_plan
 from etha.redistribute.piece import LocalRegion
 
+#: Bytes from a rank to another, on average, from which an exchange is large.
+LARGE = 1 << 18
+#: Number of target ranks that are asked for that average.
+SAMPLE = 8
+
 #: A contribution's layouts: one, or several that each hold all of it.
 Layouts = tuple[Layout, ...]
 
@@ -35,7 +40,8 @@ class ExchangeStage:
 
     Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send. ``shape`` is
     that of the local result, None if this rank is not a target. ``kept`` pairs a piece of the local source with its
-    place in the local result.
+    place in the local result. ``large``: messages are so large that copies cost more than waking up for each of them.
+    All ranks agree on ``quiet`` and ``large``.
     """
 
     parts: int
@@ -44,6 +50,7 @@ class ExchangeStage:
     receives: dict[int, tuple[Arrival, ...]]
     kept: tuple[tuple[LocalRegion, Arrival], ...]
     quiet: bool
+    large: bool
     tag: int
 
 
@@ -81,8 +88,20 @@ def make_stage(
         receives={peer: tuple(pieces) for peer, pieces in receives.items()},
         kept=tuple(kept),
         quiet=not sends and not receives and not _anybody(plan, there.holders()),
+        large=_mean_link(plan, there.holders()) >= LARGE,
         tag=int(plan.digest()[:7], 16),
     )
+
+
+def _mean_link(plan: Plan, targets: Sequence[int]) -> float:
+    """Bytes that a target rank gets from each rank that sends to it, on average."""
+    nbytes = links = 0
+    for rank in targets[:SAMPLE]:
+        rows = plan.for_rank("target", rank)
+        crosses = rows.role == RECV
+        nbytes += int(rows.nbytes[crosses].sum())
+        links += len(np.unique(rows.source[crosses]))
+    return nbytes / max(links, 1)
 
 
 def _anybody(plan: Plan, targets: Sequence[int]) -> bool:

@@ -24,7 +24,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import etha
 from etha.errors import ConfigError, EthaError, LayoutError
+from etha.redistribute import messages
 from etha.redistribute import route as routes
+from etha.redistribute import stage as stages
+from etha.redistribute.exchange import GroupExchange
 from tests.flow.jobs import Job
 from tests.flow.truth import cut
 from tests.unit.plan.truth import Truth, contributions, take
@@ -114,23 +117,26 @@ def dtensor(truth: Truth, parts: list[torch.Tensor], rank: int) -> DTensor:
 
 
 class Exchanges:
-    """Counts what goes over the wire while the block runs."""
+    """Counts what goes over the wire while the block runs: collectives and, as one, all messages of a stage."""
 
     def __enter__(self) -> Exchanges:
         self.count = 0
-        self._saved = dist.all_to_all_single, dist.batch_isend_irecv
-        dist.all_to_all_single, dist.batch_isend_irecv = map(self._counting, self._saved)
+        self._saved = GroupExchange.exchange, GroupExchange.link
+        for name, function in zip(("exchange", "link"), self._saved, strict=True):
+            setattr(GroupExchange, name, self._counting(function))
         return self
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return function(*args, **kwargs)
+            found = function(*args, **kwargs)
+            # A group without messages falls back to a collective, which is counted then.
+            self.count += function is self._saved[0] or found is not None
+            return found
 
         return counted
 
     def __exit__(self, *exc: object) -> None:
-        dist.all_to_all_single, dist.batch_isend_irecv = self._saved
+        GroupExchange.exchange, GroupExchange.link = self._saved  # type: ignore[method-assign]
 
 
 def difference(source: Truth, target: Truth, full: torch.Tensor, rank: int) -> str:
@@ -156,6 +162,18 @@ def difference(source: Truth, target: Truth, full: torch.Tensor, rank: int) -> s
     if wire.count > 1 or not torch.equal(given._local_tensor, before):
         wrong.append(f"{wire.count} exchanges")
     return f"rank {rank}, {source} -> {target}: {'; '.join(wrong)}" if wrong else ""
+
+
+def in_place(rank: int, *args: Any) -> tuple[int, list[str]]:
+    """``every_pair`` with messages from and to the places where their elements lie, as for large tensors."""
+    routes.make_route.cache_clear()
+    saved = stages.LARGE, messages.OWN_MESSAGE
+    stages.LARGE = messages.OWN_MESSAGE = 0
+    try:
+        return every_pair(rank, *args)
+    finally:
+        stages.LARGE, messages.OWN_MESSAGE = saved
+        routes.make_route.cache_clear()
 
 
 def every_pair(rank: int, layouts: list[Truth], partial: list[Truth]) -> tuple[int, list[str]]:
@@ -360,7 +378,11 @@ def launch(size: int, store: Path, sections: dict[str, tuple[Any, ...]]) -> list
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    sections = {"every_pair": (ON_3, PARTIAL_3), "odd_tensors": (ON_3, PARTIAL_3)}
+    sections = {
+        "every_pair": (ON_3, PARTIAL_3),
+        "in_place": (ON_3, PARTIAL_3),
+        "odd_tensors": (ON_3, PARTIAL_3),
+    }
     yield launch(3, tmp_path_factory.mktemp("three") / "store", sections)
 
 
@@ -375,7 +397,7 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
 
 @pytest.fixture
 def every_eight(tmp_path: Path) -> list[dict[str, Any]]:
-    return launch(8, tmp_path / "store", {"every_pair": (ON_8, PARTIAL_8)})
+    return launch(8, tmp_path / "store", dict.fromkeys(("every_pair", "in_place"), (ON_8, PARTIAL_8)))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +406,8 @@ def every_eight(tmp_path: Path) -> list[dict[str, Any]]:
 )
 def test_every_pair_of_layouts(request: pytest.FixtureRequest, size: str, layouts: int, partial: int) -> None:
     for found in request.getfixturevalue(size):
-        assert found["every_pair"] == (layouts * layouts + partial * layouts // 4, [])
+        for section in ("every_pair", "in_place"):
+            assert found[section] == (layouts * layouts + partial * layouts // 4, [])
 
 
 @pytest.mark.parametrize("size", ["three", "eight"])
