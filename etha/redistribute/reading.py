@@ -31,11 +31,12 @@ def ambiguous(layout: Layout, shape: tuple[int, ...]) -> bool:
 
 def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int, wire: GroupExchange) -> Layouts:
     """``layouts`` in the reading that fits all ranks. LayoutError on all of them if none does."""
-    if not any(ambiguous(layout, shape) for layout in layouts):
-        return tuple(layout.with_reading("order") for layout in layouts)
+    plain = _unambiguous(layouts, shape)
+    if plain is not None:
+        return plain
     holders = sorted(r for layout in layouts for r in layout.ranks.reshape(-1).tolist())
     readings = [tuple(layout.with_reading(how) for layout in layouts) for how in ("order", "literal")]
-    fits = sum(1 << i for i, reading in enumerate(readings) if not misfit(reading, shape, local, rank))
+    fits = sum(1 << i for i, reading in enumerate(readings) if not misfit(reading, shape, tuple(local.shape), rank))
     others = [r for r in wire.ranks if r != rank]
     sent = dict.fromkeys(others, 1) if rank in holders else {}
     received = {r: 1 for r in holders if r != rank}
@@ -52,11 +53,19 @@ def agree(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: i
     )
 
 
-def misfit(layouts: Layouts, shape: tuple[int, ...], local: torch.Tensor, rank: int) -> str:
-    """Why the local tensor of ``rank`` is not what its layout gives it; empty if it is, or if the rank holds none."""
+@lru_cache(maxsize=512)
+def _unambiguous(layouts: Layouts, shape: tuple[int, ...]) -> Layouts | None:
+    """The layouts in the one reading that they have; None if a rank's size depends on the reading."""
+    if any(ambiguous(layout, shape) for layout in layouts):
+        return None
+    return tuple(layout.with_reading("order") for layout in layouts)
+
+
+def misfit(layouts: Layouts, shape: tuple[int, ...], held: tuple[int, ...], rank: int) -> str:
+    """Why a local tensor of shape ``held`` is not what its layout gives it; empty if it is, or if ``rank`` has none."""
     for layout in layouts:
         if rank in layout:
             planned = layout.local_shape(shape, rank)
-            if planned != tuple(local.shape):
-                return f"rank {rank} holds {tuple(local.shape)}, but {layout} gives it {planned} of {shape}"
+            if planned != held:
+                return f"rank {rank} holds {held}, but {layout} gives it {planned} of {shape}"
     return ""

@@ -47,18 +47,13 @@ class RedistributeRequest:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Of this rank's result; that of an empty tensor if it is no target."""
-        found = next((layout for layout in self.target if self.rank in layout), None)
-        return ((0,) if self.shape else ()) if found is None else found.local_shape(self.shape, self.rank)
+        return _local_shape(self.target, self.shape, self.rank)
 
     def route(self, local: torch.Tensor) -> Route:
         """How it moves. All ranks call this, because they may have to tell each other their local sizes. LayoutError
         if the local tensor is not what its layout gives this rank."""
         source = agree(self.source, self.shape, local, self.rank, self.wire)
-        source, target = _without_kept(source, self.target, self.rank, same=self.same)
-        why = misfit(source, self.shape, local, self.rank)
-        if why:
-            raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
-        return make_route(self.shape, local.dtype, source, target, self.rank)
+        return _route(self.shape, local.dtype, source, self.target, self.rank, self.same, tuple(local.shape))
 
     def to_text(self) -> str:
         """The request as JSON, the argument of the registered operator."""
@@ -83,6 +78,37 @@ class RedistributeRequest:
             return request
         # Not kept, because a group that is made after another was destroyed may have its name.
         return replace(request, wire=replace(request.wire, group=_group_named(group)))
+
+
+#: The rest is cached, because a small exchange takes not much longer than to find it out.
+@lru_cache(maxsize=512)
+def _local_shape(target: Layouts, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    found = next((layout for layout in target if rank in layout), None)
+    return ((0,) if shape else ()) if found is None else found.local_shape(shape, rank)
+
+
+@lru_cache(maxsize=512)
+def _route(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    source: Layouts,
+    target: Layouts,
+    rank: int,
+    same: bool,
+    held: tuple[int, ...],
+) -> Route:
+    """The route of a rank whose local tensor has the shape ``held``."""
+    source, target = _without_kept(source, target, rank, same=same)
+    why = misfit(source, shape, held, rank)
+    if why:
+        raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
+    return make_route(shape, dtype, source, target, rank)
+
+
+@lru_cache(maxsize=512)
+def _check_dims(layouts: Layouts, ndim: int) -> None:
+    for layout in layouts:
+        layout.grid(ndim)
 
 
 def _group_named(name: Any) -> dist.ProcessGroup:
@@ -121,8 +147,8 @@ def read_request(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement
     if rank not in ranks:
         return None
     source, target = here.layouts(source_placements(dtensor), "auto"), there.layouts(placements, "order")
-    for layout in (*source, *target):
-        layout.grid(len(shape))
+    _check_dims(source, len(shape))
+    _check_dims(target, len(shape))
     return RedistributeRequest(
         shape=shape,
         source=source,

@@ -52,7 +52,7 @@ class Opened:
         reduction: Slot | None,
     ) -> None:
         self._stage, self._wire, self._result, self._reduction = stage, wire, result, reduction
-        alone = not stage.quiet and (stage.large or wire.group is None)
+        alone = not stage.quiet and (stage.apart or wire.group is None)
         self._link = wire.link(local.device, stage.tag) if alone else None
         self.messages = choose_messages(
             stage,

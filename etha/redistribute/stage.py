@@ -17,9 +17,11 @@ from etha.errors import LayoutError
 from etha.plan import LOCAL, RECV, Layout, Plan, RankPlan, TensorSpec, build_plan
 from etha.redistribute.piece import LocalRegion
 
-#: Bytes from a rank to another, on average, from which an exchange is large.
+#: Bytes from a rank to another, on average, from which messages go one by one.
 LARGE = 1 << 18
-#: Number of target ranks that are asked for that average.
+#: Part of all links, up to which they do so, too: gloo's collective also sends the empty ones.
+FEW = 0.6
+#: Number of target ranks that are asked for both averages.
 SAMPLE = 8
 
 #: A contribution's layouts: one, or several that each hold all of it.
@@ -40,8 +42,8 @@ class ExchangeStage:
 
     Both ends of a link list their pieces in the plan's order. ``quiet``: no rank has anything to send. ``shape`` is
     that of the local result, None if this rank is not a target. ``kept`` pairs a piece of the local source with its
-    place in the local result. ``large``: messages are so large that copies cost more than waking up for each of them.
-    All ranks agree on ``quiet`` and ``large``.
+    place in the local result. ``apart``: messages are better sent one by one than in a collective, because copies of
+    them would cost more than waking up for each, or because they go to few. All ranks agree on ``quiet`` and ``apart``.
     """
 
     parts: int
@@ -50,7 +52,7 @@ class ExchangeStage:
     receives: dict[int, tuple[Arrival, ...]]
     kept: tuple[tuple[LocalRegion, Arrival], ...]
     quiet: bool
-    large: bool
+    apart: bool
     tag: int
 
 
@@ -71,6 +73,7 @@ def make_stage(
     sends: dict[int, list[LocalRegion]] = {}
     receives: dict[int, list[Arrival]] = {}
     kept: list[tuple[LocalRegion, Arrival]] = []
+    everyone = {*there.holders(), *(r for spec in here.values() for r in spec.holders())}
     source_rows, target_rows = plan.for_rank("source", rank), plan.for_rank("target", rank)
     for row in np.flatnonzero(source_rows.role != LOCAL).tolist():
         sends.setdefault(int(source_rows.target[row]), []).append(LocalRegion(source_rows.region(row), 0))
@@ -88,20 +91,21 @@ def make_stage(
         receives={peer: tuple(pieces) for peer, pieces in receives.items()},
         kept=tuple(kept),
         quiet=not sends and not receives and not _anybody(plan, there.holders()),
-        large=_mean_link(plan, there.holders()) >= LARGE,
+        apart=_apart(plan, there.holders(), len(everyone)),
         tag=int(plan.digest()[:7], 16),
     )
 
 
-def _mean_link(plan: Plan, targets: Sequence[int]) -> float:
-    """Bytes that a target rank gets from each rank that sends to it, on average."""
+def _apart(plan: Plan, targets: Sequence[int], ranks: int) -> bool:
+    """Judged by what some of the target ranks get from others; ``ranks`` take part in the exchange."""
     nbytes = links = 0
-    for rank in targets[:SAMPLE]:
+    asked = targets[:SAMPLE]
+    for rank in asked:
         rows = plan.for_rank("target", rank)
         crosses = rows.role == RECV
         nbytes += int(rows.nbytes[crosses].sum())
         links += len(np.unique(rows.source[crosses]))
-    return nbytes / max(links, 1)
+    return nbytes >= LARGE * links or links <= FEW * (ranks - 1) * len(asked)
 
 
 def _anybody(plan: Plan, targets: Sequence[int]) -> bool:

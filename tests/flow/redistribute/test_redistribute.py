@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 import etha
 from etha.errors import ConfigError, EthaError, LayoutError
 from etha.redistribute import messages
+from etha.redistribute import request as requests
 from etha.redistribute import route as routes
 from etha.redistribute import stage as stages
 from etha.redistribute.exchange import GroupExchange
@@ -116,6 +117,12 @@ def dtensor(truth: Truth, parts: list[torch.Tensor], rank: int) -> DTensor:
     return DTensor.from_local(local, on(truth), truth.placements, run_check=False, shape=shape, stride=whole.stride())
 
 
+def forget_routes() -> None:
+    """Plan all routes anew, with the limits as they are now."""
+    routes.make_route.cache_clear()
+    requests._route.cache_clear()
+
+
 class Exchanges:
     """Counts what goes over the wire while the block runs: collectives and, as one, all messages of a stage."""
 
@@ -166,14 +173,14 @@ def difference(source: Truth, target: Truth, full: torch.Tensor, rank: int) -> s
 
 def in_place(rank: int, *args: Any) -> tuple[int, list[str]]:
     """``every_pair`` with messages from and to the places where their elements lie, as for large tensors."""
-    routes.make_route.cache_clear()
+    forget_routes()
     saved = stages.LARGE, messages.OWN_MESSAGE
     stages.LARGE = messages.OWN_MESSAGE = 0
     try:
         return every_pair(rank, *args)
     finally:
         stages.LARGE, messages.OWN_MESSAGE = saved
-        routes.make_route.cache_clear()
+        forget_routes()
 
 
 def every_pair(rank: int, layouts: list[Truth], partial: list[Truth]) -> tuple[int, list[str]]:
@@ -219,12 +226,12 @@ def replicas(rank: int) -> dict[str, Any]:
     for name, truth in cases.items():
         given = dtensor(truth, random_parts(4), rank)
         wanted = [R] * len(truth.mesh)
-        for limit in (routes.ONE_EXCHANGE, 0):
-            routes.make_route.cache_clear()
-            before, routes.ONE_EXCHANGE = routes.ONE_EXCHANGE, limit
+        for limit in (routes.MESSAGE, 0):
+            forget_routes()
+            before, routes.MESSAGE = routes.MESSAGE, limit
             with Exchanges() as wire:
                 ours = etha.redistribute(given, placements=wanted)
-            routes.ONE_EXCHANGE = before
+            routes.MESSAGE = before
             found[f"{name} ours in {wire.count}"] = ours.to_local().numpy().tobytes()
         mesh = init_device_mesh("cpu", truth.mesh, mesh_dim_names=("a", "b", "c")[: len(truth.mesh)])
         mesh = DeviceMesh("cpu", torch.tensor(PERMUTED).reshape(truth.mesh), mesh_dim_names=mesh.mesh_dim_names)
@@ -234,7 +241,7 @@ def replicas(rank: int) -> dict[str, Any]:
             placements=wanted
         )
         found[f"{name} DTensor"] = theirs.to_local().numpy().tobytes()
-    routes.make_route.cache_clear()
+    forget_routes()
     return found
 
 

@@ -64,11 +64,28 @@ def _sent(stage: ExchangeStage) -> int:
     return sum(piece.numel for pieces in stage.sends.values() for piece in pieces)
 
 
-def test_small_reductions_take_one_exchange() -> None:
-    rows = routes.ONE_EXCHANGE // 4 // 7
-    small, large = ((rows,), (rows + 1,))
-    assert [len(r.stages) for r in routes_of(small, eight((8,), [P]), eight((8,), [R]))] == [1] * 8
-    assert [len(r.stages) for r in routes_of(large, eight((8,), [P]), eight((8,), [R]))] == [2] * 8
+@pytest.mark.parametrize(
+    ("mesh", "source", "limit"),
+    [
+        ((8,), [P], 4 / 3),  # 7 B bytes into a rank in 7 messages, or 7/4 B in 14
+        ((2, 4), [R, P], 2),  # 3 B in 3, or 3/2 B in 6: each half of the mesh for itself
+    ],
+)
+def test_small_reductions_take_one_exchange(mesh: tuple[int, ...], source: list[object], limit: float) -> None:
+    replicated = eight(mesh, [R] * len(mesh))
+    for near, stages in ((0.98, 1), (1.02, 2)):
+        rows = int(limit * near * routes.MESSAGE / 4) // 64 * 64
+        assert [len(r.stages) for r in routes_of((rows,), eight(mesh, source), replicated)] == [stages] * 8
+
+
+def test_reductions_of_medium_size_leave_replicas_to_themselves() -> None:
+    """On 2 x 4 ranks: 3/2 of the tensor in 6 messages, or 5/4 of it in 10."""
+    for size, sent in ((15, [3 / 4, 3 / 4]), (17, [3 / 8, 7 / 8])):
+        rows = size * routes.MESSAGE // 4
+        found = routes_of((rows,), eight((2, 4), [R, P]), eight((2, 4), [R, R]))
+        assert [max(_sent(route.stages[i]) for route in found) / rows for i in (0, 1)] == pytest.approx(sent, abs=1e-3)
+        for stage in (stage for route in found for stage in route.stages if size == 15):
+            assert len(stage.sends) == len(stage.receives) == 3
 
 
 def play(found: list[Route], sources: dict[int, torch.Tensor], ranks: list[int]) -> dict[int, torch.Tensor]:
@@ -111,7 +128,7 @@ def _packed(piece: LocalRegion, tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("limit", [0, 1 << 40], ids=["two", "one"])
 def test_random_layouts(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    monkeypatch.setattr(routes, "ONE_EXCHANGE", limit)
+    monkeypatch.setattr(routes, "MESSAGE", limit)
     make_route.cache_clear()
     lengths = set()
     for seed in range(60):
