@@ -13,7 +13,11 @@ __all__ = ["redistribute"]
 
 
 def redistribute(
-    dtensor: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    exact_order: bool = True,
 ) -> DTensor:
     """The same tensor with ``placements`` over ``device_mesh`` (default: its own), in memory of its own.
 
@@ -27,6 +31,10 @@ def redistribute(
     exchanged if all ranks hold what they need. Partial axes are reduced together, once and in one order, so replicas
     are equal to the bit. For large tensors that reduction takes a second exchange if that sends less
     (``etha/redistribute/route.py`` says when). An axis may stay Partial.
+
+    With ``exact_order=False`` an all-reduce of the process group does what is nothing else: Partial axes of one kind to
+    Replicate, no other axis changed, if a group of these ranks exists (one axis, WORLD, or a flattened mesh). It adds
+    in an order of its own, so replicas on other axes may differ in their last bits. Everything else is as before.
 
     A sub-mesh such as ``mesh["dp"]`` redistributes in each of its rows separately. Together with another mesh, its rows
     are replicas of one tensor. ``_StridedShard`` means what ``DTensor.redistribute`` makes of it. Point-to-point
@@ -44,5 +52,5 @@ def redistribute(
     # Here, because it imports all of DTensor, and most programs that import etha have none.
     from etha.redistribute.call import redistribute_dtensor
 
-    moved: DTensor = redistribute_dtensor(dtensor, device_mesh, placements)
+    moved: DTensor = redistribute_dtensor(dtensor, device_mesh, placements, exact_order)
     return moved

@@ -21,28 +21,34 @@ from etha.redistribute.request import check_call, is_traced, local_of, memory_or
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def redistribute_dtensor(
-    dtensor: DTensor, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None
+    dtensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    exact_order: bool = True,
 ) -> DTensor:
     """``etha.redistribute``. One node of dynamo's graph, into which AOTAutograd traces what it does."""
     mesh, wanted = check_call(dtensor, device_mesh, placements)
     if dtensor.requires_grad and torch.is_grad_enabled():
-        moved: DTensor = Redistribution.apply(dtensor, mesh, wanted)  # type: ignore[no-untyped-call]
+        moved: DTensor = Redistribution.apply(dtensor, mesh, wanted, exact_order)  # type: ignore[no-untyped-call]
         return moved
     with torch.no_grad():
-        return _redistributed(dtensor, mesh, wanted)
+        return _redistributed(dtensor, mesh, wanted, exact_order)
 
 
 class Redistribution(torch.autograd.Function):
     """Its backward is the reverse redistribution of the gradient, and differentiable itself."""
 
     @staticmethod
-    def forward(ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+    def forward(
+        ctx: Any, dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], exact_order: bool
+    ) -> DTensor:
         """The DTensor on ``mesh``."""
+        ctx.exact_order = exact_order
         ctx.mesh, ctx.placements = dtensor.device_mesh, source_placements(dtensor)
-        return _redistributed(dtensor, mesh, placements)
+        return _redistributed(dtensor, mesh, placements, exact_order)
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None]:
+    def backward(ctx: Any, gradient: DTensor) -> tuple[DTensor, None, None, None]:
         """Its gradient where the input lies. Like DTensor's, Replicate where the input is Partial."""
         same = gradient.device_mesh == ctx.mesh
         now = gradient.placements if same else [None] * len(ctx.placements)
@@ -50,13 +56,13 @@ class Redistribution(torch.autograd.Function):
             Replicate() if was.is_partial() and has != was else was
             for was, has in zip(ctx.placements, now, strict=True)
         )
-        moved: DTensor = redistribute_dtensor(gradient, ctx.mesh, wanted)
-        return moved, None, None
+        moved: DTensor = redistribute_dtensor(gradient, ctx.mesh, wanted, ctx.exact_order)
+        return moved, None, None, None
 
 
-def _redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> DTensor:
+def _redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], exact_order: bool) -> DTensor:
     local, shape = local_of(dtensor, mesh), tuple(dtensor.shape)
-    request = read_request(dtensor, mesh, placements)
+    request = read_request(dtensor, mesh, placements, exact_order)
     order = memory_order(dtensor.stride()) if request is None else request.order
     if request is None:
         result = torch.empty((0,) if shape else (), dtype=local.dtype, device=local.device)

@@ -16,6 +16,9 @@ def move(local: torch.Tensor, request: RedistributeRequest) -> torch.Tensor:
     """The local result, in memory of its own; an empty tensor on a rank that is no target. A collective."""
     route = request.route(local)
     result = new_result(local, request)
+    if request.all_reduce is not None:
+        request.all_reduce.run(local, result)
+        return result
     run(route, request.wire, request.rank, local, None if route.stages[-1].shape is None else result)
     return result
 

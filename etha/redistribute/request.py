@@ -21,6 +21,7 @@ from etha.errors import ConfigError, LayoutError
 from etha.plan import Layout
 from etha.plan.layouts import dtypes
 from etha.redistribute.exchange import GroupExchange
+from etha.redistribute.foreign import AllReduce, all_reduce_for
 from etha.redistribute.meshes import MeshTables, group_of
 from etha.redistribute.reading import agree, misfit
 from etha.redistribute.route import Route, at_coordinates, make_route
@@ -33,7 +34,7 @@ class RedistributeRequest:
     memory.
 
     ``source`` and ``target`` are layouts over disjoint ranks, each of which holds the whole tensor. ``same``: both lie
-    on one mesh.
+    on one mesh. ``all_reduce`` may do all of it, if the caller gave up the order of additions.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class RedistributeRequest:
     rank: int
     wire: GroupExchange
     same: bool
+    all_reduce: AllReduce | None = None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -58,6 +60,7 @@ class RedistributeRequest:
     def to_text(self) -> str:
         """The request as JSON, the argument of the registered operator."""
         group = None if self.wire.group is None else self.wire.group.group_name
+        foreign = self.all_reduce
         plain = {
             "shape": self.shape,
             "source": [layout.to_plain() for layout in self.source],
@@ -67,17 +70,21 @@ class RedistributeRequest:
             "ranks": self.wire.ranks,
             "group": group,
             "same": self.same,
+            "all_reduce": foreign and [foreign.group.group_name, foreign.op, foreign.divisor],
         }
         return json.dumps(plain)
 
     @classmethod
     def from_text(cls, text: str) -> RedistributeRequest:
         """The inverse of ``to_text``."""
-        request, group = _parsed(text)
-        if group is None:
-            return request
-        # Not kept, because a group that is made after another was destroyed may have its name.
-        return replace(request, wire=replace(request.wire, group=_group_named(group)))
+        request, group, foreign = _parsed(text)
+        # Groups are not kept, because one that is made after another was destroyed may have its name.
+        if group is not None:
+            request = replace(request, wire=replace(request.wire, group=_group_named(group)))
+        if foreign is not None:
+            name, op, divisor = foreign
+            request = replace(request, all_reduce=AllReduce(_group_named(name), op, divisor))
+        return request
 
 
 #: The rest is cached, because a small exchange takes not much longer than to find it out.
@@ -117,8 +124,8 @@ def _group_named(name: Any) -> dist.ProcessGroup:
 
 
 @lru_cache(maxsize=512)
-def _parsed(text: str) -> tuple[RedistributeRequest, str | None]:
-    """The request without its group, and the group's name."""
+def _parsed(text: str) -> tuple[RedistributeRequest, str | None, list[Any] | None]:
+    """The request without groups, its group's name, and its all-reduce with the group's name."""
     plain = json.loads(text)
     request = RedistributeRequest(
         shape=tuple(plain["shape"]),
@@ -129,10 +136,12 @@ def _parsed(text: str) -> tuple[RedistributeRequest, str | None]:
         wire=GroupExchange(tuple(plain["ranks"]), None),
         same=plain["same"],
     )
-    return request, plain["group"]
+    return request, plain["group"], plain["all_reduce"]
 
 
-def read_request(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> RedistributeRequest | None:
+def read_request(
+    dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], exact_order: bool = True
+) -> RedistributeRequest | None:
     """Read a call that ``check_call`` has checked; None for a rank that is in neither mesh. LayoutError for layouts
     that do not fit the tensor or each other."""
     shape, rank = tuple(int(n) for n in dtensor.shape), dist.get_rank()
@@ -146,17 +155,23 @@ def read_request(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement
     ranks = here.ranks | there.ranks
     if rank not in ranks:
         return None
-    source, target = here.layouts(source_placements(dtensor), "auto"), there.layouts(placements, "order")
+    given = source_placements(dtensor)
+    source, target = here.layouts(given, "auto"), there.layouts(placements, "order")
     _check_dims(source, len(shape))
     _check_dims(target, len(shape))
+    order = memory_order(tuple(int(n) for n in dtensor.stride()))
+    foreign = None
+    if not exact_order and here == there and mesh == dtensor.device_mesh and order == tuple(range(len(shape))):
+        foreign = all_reduce_for(mesh, given, placements, dtensor.dtype)
     return RedistributeRequest(
         shape=shape,
         source=source,
         target=target,
-        order=memory_order(tuple(int(n) for n in dtensor.stride())),
+        order=order,
         rank=rank,
         wire=GroupExchange(tuple(sorted(ranks)), group_of(ranks, mesh)),
         same=here == there,
+        all_reduce=foreign,
     )
 
 
