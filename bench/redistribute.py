@@ -39,7 +39,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import etha
-from etha.redistribute.exchange import GroupExchange, Link
+from etha.redistribute.exchange import GroupExchange, MessageWire
 from etha.redistribute.foreign import all_reduce_for
 
 RANKS = 8
@@ -113,6 +113,7 @@ SINGLE = [
     Case(mesh=(8,), source=[P], target=[S0], uneven=True),
     Case(mesh=(8,), source=[S0], target=[R], uneven=True),
 ]
+CASES = [*LISTED, *FURTHER, *SINGLE]
 
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shard_dim_alltoall", "broadcast")
@@ -148,7 +149,7 @@ def _sent(name: str, args: Any, out: Any) -> float:
 def counting_ours() -> Iterator[list[int]]:
     """Bytes that this rank puts on the wire in each exchange while the block runs."""
     sent: list[int] = []
-    collective, link, send = GroupExchange.exchange, GroupExchange.link, Link.send
+    collective, link, send = GroupExchange.exchange, GroupExchange.link, MessageWire.send
 
     def count_collective(wire: Any, out: Any, *args: Any) -> None:
         sent.append(out.nbytes)
@@ -164,11 +165,11 @@ def counting_ours() -> Iterator[list[int]]:
         sent[-1] += tensor.nbytes
         return send(wire, tensor, peer)
 
-    GroupExchange.exchange, GroupExchange.link, Link.send = count_collective, count_link, count_message  # type: ignore
+    GroupExchange.exchange, GroupExchange.link, MessageWire.send = count_collective, count_link, count_message  # type: ignore
     try:
         yield sent
     finally:
-        GroupExchange.exchange, GroupExchange.link, Link.send = collective, link, send  # type: ignore
+        GroupExchange.exchange, GroupExchange.link, MessageWire.send = collective, link, send  # type: ignore
 
 
 @dataclass(kw_only=True)
@@ -307,7 +308,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    cases = [case for case in (*LISTED, *FURTHER, *SINGLE) if options.cases in str(case)]
+    cases = [case for case in CASES if options.cases in str(case)]
     with harness.private_host(), tempfile.TemporaryDirectory() as directory:
         roles = [(worker, (r, f"{directory}/store", cases, options.size, options.runs)) for r in range(RANKS)]
         started = harness.machine()

@@ -7,12 +7,14 @@ redistribute_dtensor --eager--> Redistribution --> move
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from etha.redistribute.operator import move, redistribute_local
@@ -61,7 +63,7 @@ class Redistribution(torch.autograd.Function):
 
 
 def _redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placement, ...], exact_order: bool) -> DTensor:
-    local, shape = local_of(dtensor, mesh), tuple(dtensor.shape)
+    local, shape = local_of(dtensor, mesh), tuple(int(n) for n in dtensor.shape)
     request = read_request(dtensor, mesh, placements, exact_order)
     order = memory_order(dtensor.stride()) if request is None else request.order
     if request is None:
@@ -70,11 +72,16 @@ def _redistributed(dtensor: DTensor, mesh: DeviceMesh, placements: tuple[Placeme
         result = redistribute_local(local, request.to_text())
     else:
         result = move(local, request)
-    stride = _strides(shape, order)
-    return DTensor.from_local(result, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    if mesh.get_coordinate() is None:  # of a scalar, too
+        result = result.new_empty(0)
+    made = TensorMeta(torch.Size(shape), _strides(shape, order), result.dtype)
+    # As from_local makes it, which takes longer than a small exchange and is differentiable itself.
+    moved: DTensor = DTensor(result, DTensorSpec(mesh, placements, tensor_meta=made), requires_grad=False)  # type: ignore
+    return moved
 
 
-def _strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=512)
+def _strides(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """Of a dense tensor whose dims lie in memory in this order, the slowest first."""
     sizes = [max(int(shape[d]), 1) for d in reversed(order)]
     found = dict(zip(reversed(order), accumulate(sizes[:-1], lambda a, b: a * b, initial=1), strict=False))

@@ -53,7 +53,7 @@ class GroupExchange:
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
 
-    def link(self, device: torch.device, tag: int) -> Link | None:
+    def link(self, device: torch.device, tag: int) -> MessageWire | None:
         """Messages one by one, if the group's backend for ``device`` sends from and to the host's memory (gloo)."""
         group = dist.group.WORLD if self.group is None else self.group
         gloo = getattr(dist, "ProcessGroupGloo", None)
@@ -63,11 +63,11 @@ class GroupExchange:
         if not isinstance(backend, gloo):
             return None
         places = {rank: place for place, rank in enumerate(dist.get_process_group_ranks(group))}
-        return Link(backend, places, tag)
+        return MessageWire(backend, places, tag)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MessageWire:
     """Messages of one exchange, sent and received in place. Their tensors are contiguous.
 
     It calls the group's backend itself: torch's functions for it take longer than a small message.

@@ -21,7 +21,7 @@ from etha.redistribute.piece import LocalRegion, bits
 _PROMOTED = (torch.bfloat16, torch.float16)
 
 
-class Message:
+class Coming:
     """What has come, or will: ``wait`` before its memory is read."""
 
     def __init__(self, work: dist.Work | None) -> None:
@@ -40,7 +40,7 @@ class Piece:
 
     region: LocalRegion
     dense: torch.Tensor
-    message: Message
+    coming: Coming
 
 
 def reduce_parts(parts: Sequence[Sequence[Piece]], result: torch.Tensor, how: Slot) -> None:
@@ -52,7 +52,7 @@ def reduce_parts(parts: Sequence[Sequence[Piece]], result: torch.Tensor, how: Sl
     for pieces in parts:
         part = torch.empty(result.shape, dtype=result.dtype, device=result.device)
         for piece in pieces:
-            piece.message.wait()
+            piece.coming.wait()
             piece.region.unpack(bits(part), piece.dense)
         part = part.to(how.accumulate)
         if how.op == "norm":
@@ -69,8 +69,8 @@ def _add_up(parts: Sequence[Sequence[Piece]], result: torch.Tensor, how: Slot) -
     first, *rest = parts
     if rest and own and _whole(first, result) and _whole(rest[0], result):
         (a,), (b,), *rest = parts
-        a.message.wait()
-        b.message.wait()
+        a.coming.wait()
+        b.coming.wait()
         torch.add(a.dense.view(result.dtype), b.dense.view(result.dtype), out=result)
     else:
         for sums, part in _placed(first, total, result.dtype):
@@ -93,6 +93,6 @@ def _placed(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Views of ``total``, each with what is to go there, once it is here."""
     for piece in pieces:
-        piece.message.wait()
+        piece.coming.wait()
         if piece.region.numel:
             yield from piece.region.boxes(total, piece.dense.view(dtype))

@@ -105,7 +105,7 @@ def _route(
     held: tuple[int, ...],
 ) -> Route:
     """The route of a rank whose local tensor has the shape ``held``."""
-    source, target = _without_kept(source, target, rank, same=same)
+    source, target = without_kept(source, target, rank, same=same)
     why = misfit(source, shape, held, rank)
     if why:
         raise LayoutError(f"{why}: give from_local the tensor's true global shape and stride")
@@ -246,7 +246,7 @@ def source_placements(dtensor: DTensor) -> tuple[Placement, ...]:
     return tuple(spec._convert_shard_order_to_StridedShard(order, spec.placements, spec.mesh))
 
 
-def _without_kept(source: Layouts, target: Layouts, rank: int, *, same: bool) -> tuple[Layouts, Layouts]:
+def without_kept(source: Layouts, target: Layouts, rank: int, *, same: bool) -> tuple[Layouts, Layouts]:
     """Drop mesh axes that are Partial on both sides and stay so: each coordinate on such axes is redistributed
     alone."""
     kept = [i for i, axis in enumerate(target[0].axes) if axis.partial]

@@ -9,7 +9,7 @@ from etha.plan import Slot
 from etha.redistribute.exchange import GroupExchange
 from etha.redistribute.messages import choose_messages
 from etha.redistribute.piece import bits
-from etha.redistribute.reduce import Message, Piece, reduce_parts
+from etha.redistribute.reduce import Coming, Piece, reduce_parts
 from etha.redistribute.route import Route
 from etha.redistribute.stage import ExchangeStage
 
@@ -58,7 +58,6 @@ class Opened:
             stage,
             rank,
             wire.order,
-            local.element_size(),
             tuple(local.shape),
             None if self._link is None else local.stride(),
             # What is still to be reduced is not received in place.
@@ -66,7 +65,7 @@ class Opened:
         )
         self._into = bits(local).new_empty(sum(self.messages.unpacked))
         self._dense = iter(self._into.split_with_sizes(self.messages.unpacked))
-        self._coming: list[tuple[Message, torch.Tensor | None]] = []
+        self._coming: list[tuple[Coming, torch.Tensor | None]] = []
         self._going: list[dist.Work] = []
 
     def expect(self) -> None:
@@ -76,11 +75,11 @@ class Opened:
         for message in self.messages.receives:
             if message.start is None:
                 dense = next(self._dense)
-                self._coming.append((Message(self._link.receive(dense, message.peer)), dense))
+                self._coming.append((Coming(self._link.receive(dense, message.peer)), dense))
             else:
                 assert self._result is not None
                 place = _stretch(bits(self._result), message.start, message.numel)
-                self._coming.append((Message(self._link.receive(place, message.peer)), None))
+                self._coming.append((Coming(self._link.receive(place, message.peer)), None))
 
     def send(self, local: torch.Tensor) -> None:
         """Begin to send what ``local`` holds, which stays as it is until ``finish``."""
@@ -103,7 +102,7 @@ class Opened:
             received = {message.peer: message.numel for message in self.messages.receives}
             self._wire.exchange(out, sent, self._into, received, self._stage.tag)
         if self._link is None:
-            self._coming = [(Message(None), dense) for dense in self._dense]
+            self._coming = [(Coming(None), dense) for dense in self._dense]
 
     def finish(self, local: torch.Tensor) -> None:
         """Put what has come, and what this rank has kept of ``local``, where it goes. All was sent when it returns."""
@@ -136,7 +135,7 @@ class Opened:
             for arrival, dense in zip(message.arrivals, flat.split_with_sizes(sizes), strict=True):
                 parts[arrival.part].append(Piece(arrival.piece, dense.view(arrival.piece.shape), coming))
         for piece, arrival in self._stage.kept:
-            parts[arrival.part].append(Piece(arrival.piece, piece.dense(source), Message(None)))
+            parts[arrival.part].append(Piece(arrival.piece, piece.dense(source), Coming(None)))
         return parts
 
 

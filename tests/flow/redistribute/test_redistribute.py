@@ -24,7 +24,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import etha
 from etha.errors import ConfigError, EthaError, LayoutError
-from etha.redistribute import messages
 from etha.redistribute import request as requests
 from etha.redistribute import route as routes
 from etha.redistribute import stage as stages
@@ -174,12 +173,11 @@ def difference(source: Truth, target: Truth, full: torch.Tensor, rank: int) -> s
 def in_place(rank: int, *args: Any) -> tuple[int, list[str]]:
     """``every_pair`` with messages from and to the places where their elements lie, as for large tensors."""
     forget_routes()
-    saved = stages.LARGE, messages.OWN_MESSAGE
-    stages.LARGE = messages.OWN_MESSAGE = 0
+    saved, stages.LARGE = stages.LARGE, 0
     try:
         return every_pair(rank, *args)
     finally:
-        stages.LARGE, messages.OWN_MESSAGE = saved
+        stages.LARGE = saved
         forget_routes()
 
 
@@ -226,13 +224,15 @@ def replicas(rank: int) -> dict[str, Any]:
     for name, truth in cases.items():
         given = dtensor(truth, random_parts(4), rank)
         wanted = [R] * len(truth.mesh)
-        for limit in (routes.MESSAGE, 0):
+        for limit, large in itertools.product((1 << 40, 0), (1 << 40, 0)):
             forget_routes()
-            before, routes.MESSAGE = routes.MESSAGE, limit
+            before = routes.MESSAGE, stages.LARGE
+            routes.MESSAGE, stages.LARGE = limit, large
             with Exchanges() as wire:
                 ours = etha.redistribute(given, placements=wanted)
-            routes.MESSAGE = before
-            found[f"{name} ours in {wire.count}"] = ours.to_local().numpy().tobytes()
+            routes.MESSAGE, stages.LARGE = before
+            way = "in place" if large == 0 else "packed"
+            found[f"{name} ours in {wire.count} {way}"] = ours.to_local().numpy().tobytes()
         mesh = init_device_mesh("cpu", truth.mesh, mesh_dim_names=("a", "b", "c")[: len(truth.mesh)])
         mesh = DeviceMesh("cpu", torch.tensor(PERMUTED).reshape(truth.mesh), mesh_dim_names=mesh.mesh_dim_names)
         if len(truth.mesh) == 3:
@@ -333,6 +333,54 @@ def details(rank: int) -> list[str]:
     return wrong
 
 
+def any_order(rank: int) -> list[str]:
+    """``exact_order=False``: an all-reduce of the group where one does all of it, otherwise the usual route."""
+    calls: list[str] = []
+    saved = dist.all_reduce
+
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(str(kwargs["group"].size()))
+        return saved(*args, **kwargs)
+
+    flat = DeviceMesh("cpu", torch.tensor(PERMUTED).reshape(2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    flat["a", "c"]._flatten("ac")
+    plain = mesh_of((2, 2, 2), tuple(PERMUTED))
+    uneven = mesh_of((2, 4), tuple(range(8)))
+    wrong = []
+    dist.all_reduce = reduced
+    try:
+        for mesh, source, target, groups in (
+            (mesh_of((8,), tuple(range(8))), [P], [R], ["8"]),
+            (uneven, [R, P], [R, R], ["4"]),
+            (uneven, [P, S1], [R, S1], ["2"]),
+            (uneven, [A, A], [R, R], ["8"]),
+            (uneven, [Partial("max"), R], [R, R], ["2"]),
+            (flat, [P, R, P], [R, R, R], ["4"]),
+            (plain, [P, R, P], [R, R, R], []),  # no group has these ranks
+            (plain, [P, A, R], [R, R, R], []),  # two kinds
+            (uneven, [P, P], [R, S0], []),  # not an all-reduce
+            (uneven, [P, S0], [R, R], []),
+            (uneven, [S0, R], [R, R], []),
+        ):
+            truth = Truth(tuple(mesh.shape), [int(r) for r in mesh.mesh.flatten()], list(source))
+            full = torch.arange(7 * 15, dtype=torch.float32).reshape(SHAPE) % 23
+            made = dtensor(truth, contributions(truth, full, random.Random(5)), rank)
+            given = DTensor.from_local(
+                made.to_local(), mesh, source, run_check=False, shape=made.shape, stride=made.stride()
+            )
+            calls.clear()
+            got = etha.redistribute(given, placements=target, exact_order=False)
+            exact = etha.redistribute(given, placements=target)
+            if calls != groups:
+                wrong.append(f"{source} -> {target}: all-reduces over {calls}")
+            # Small integers: every order gives the same.
+            if got.placements != exact.placements or not torch.equal(got.to_local(), exact.to_local()):
+                wrong.append(f"{source} -> {target}: {got} instead of {exact}")
+    finally:
+        dist.all_reduce = saved
+    return wrong
+
+
 def refused(rank: int) -> dict[str, str]:
     """What cannot be: each refused on all ranks, before anything is exchanged."""
     mesh = mesh_of((8,), tuple(range(8)))
@@ -397,7 +445,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, A
 def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
     sections: dict[str, tuple[Any, ...]] = {
         "odd_tensors": (ON_8, PARTIAL_8),
-        **dict.fromkeys(("replicas", "sub_meshes", "strided_readings", "details", "refused"), ()),
+        **dict.fromkeys(("replicas", "sub_meshes", "strided_readings", "details", "any_order", "refused"), ()),
     }
     yield launch(8, tmp_path_factory.mktemp("eight") / "store", sections)
 
@@ -429,12 +477,12 @@ def test_replicas_are_equal_to_the_bit_where_those_of_dtensor_differ(eight: list
     for part in parts[1:]:
         total += part
     fixed_order = total.numpy().tobytes()
-    for ways in ("ours in 1", "ours in 2"):
+    for ways in ("ours in 1 packed", "ours in 2 packed", "ours in 1 in place", "ours in 2 in place"):
         assert {found["replicas"][f"{case} {ways}"] for found in eight} == {fixed_order}
     assert len({found["replicas"][f"{case} DTensor"] for found in eight}) > 1
 
 
-@pytest.mark.parametrize("section", ["sub_meshes", "strided_readings", "details"])
+@pytest.mark.parametrize("section", ["sub_meshes", "strided_readings", "details", "any_order"])
 def test_section(eight: list[dict[str, Any]], section: str) -> None:
     assert [found[section] for found in eight] == [[]] * 8
 

@@ -31,7 +31,7 @@ PERMUTED = (5, 2, 7, 0, 3, 6, 1, 4)
 EVEN, UNEVEN = (16, 24), (19, 10)
 
 Case = tuple[tuple[int, ...], Sequence[Placement], Sequence[Placement]]
-#: The transitions of bench/redistribute.py, on 8 ranks.
+#: On 8 ranks; among them are all transitions of bench/redistribute.py.
 TRANSITIONS: list[Case] = [
     ((4, 2), [P, P], [R, R]),
     ((4, 2), [P, P], [S0, S0]),
@@ -64,7 +64,7 @@ TRANSITIONS: list[Case] = [
     ((8,), [P], [S0]),
     ((8,), [S0], [R]),
     ((8,), [S0], [S1]),
-    # Beyond it: a Partial that stays, and gradients that are Partial themselves.
+    # A Partial that stays, and gradients that are Partial themselves.
     ((2, 4), [P, S0], [P, R]),
     ((2, 4), [R, S0], [S1, R]),
     ((8,), [R], [S1]),
@@ -249,6 +249,40 @@ def compiled(rank: int, backend: str) -> list[str]:
     return found
 
 
+def every_graph(rank: int) -> list[str]:
+    """All transitions in one whole graph, forwards and backwards, and without the exact order of additions."""
+    meshes = {mesh: DeviceMesh("cpu", torch.arange(8).reshape(mesh)) for mesh, _, _ in TRANSITIONS}
+    pairs = []
+    for shape in (EVEN, UNEVEN):
+        for mesh, source, target in TRANSITIONS:
+            if shape == EVEN or not any(isinstance(p, _StridedShard) for p in source):
+                weights = [R if p.is_partial() else p for p in target]
+                x = given(meshes[mesh], source, shape, 1)
+                pairs.append((x, tuple(target), given(meshes[mesh], weights, shape, 2)))
+
+    def move(tensors: list[DTensor], exact: bool) -> list[DTensor]:
+        made = []
+        for x, (_, target, _) in zip(tensors, pairs, strict=True):
+            made.append(etha.redistribute(x, placements=target, exact_order=exact))
+        return made
+
+    def results(function: Any, exact: bool) -> list[DTensor]:
+        leaves: list[Any] = [x.detach().requires_grad_() for x, _, _ in pairs]
+        made = function(leaves, exact)
+        torch.autograd.backward(made, [weight for _, _, weight in pairs])
+        return [*(m.detach() for m in made), *(leaf.grad for leaf in leaves)]
+
+    found = []
+    for exact in (True, False):
+        with compiling():
+            graph = torch.compile(move, fullgraph=True, backend="aot_eager")
+            ours, theirs = results(graph, exact), results(move, exact)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            if text := differs(a, b):
+                found.append(f"{pairs[i % len(pairs)][:2]} {exact}: {text}")
+    return found[:3]
+
+
 def registered(rank: int) -> list[str]:
     """torch's own check of a registered operator: schema, fake kernel, autograd."""
     from etha.redistribute.request import read_request
@@ -280,9 +314,11 @@ def world(rank: int, size: int, store: str, sections: Sequence[tuple[str, tuple[
 
 def launched(size: int, folder: Path, *sections: tuple[str, tuple[Any, ...]]) -> list[list[list[str]]]:
     with Job({"GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}) as job:
-        return job.results([job.start(world, rank, size, str(folder / "store"), sections) for rank in range(size)])
+        workers = [job.start(world, rank, size, str(folder / "store"), sections) for rank in range(size)]
+        return job.results(workers, timeout=200.0)
 
 
+@pytest.mark.timeout(240)
 def test_gradients_are_those_of_dtensor_in_every_transition(tmp_path: Path) -> None:
     assert launched(8, tmp_path, ("eight", ())) == [[[]]] * 8
 
@@ -290,6 +326,11 @@ def test_gradients_are_those_of_dtensor_in_every_transition(tmp_path: Path) -> N
 def test_gradients_of_gradients_other_meshes_and_modes(tmp_path: Path) -> None:
     sections = [(name, ()) for name in ("second", "elsewhere", "modes", "registered")]
     assert launched(3, tmp_path, *sections) == [[[]] * 4] * 3
+
+
+@pytest.mark.timeout(240)
+def test_every_transition_in_a_whole_graph(tmp_path: Path) -> None:
+    assert launched(8, tmp_path, ("every_graph", ())) == [[[]]] * 8
 
 
 @pytest.mark.timeout(240)

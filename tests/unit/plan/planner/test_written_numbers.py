@@ -21,9 +21,11 @@ from etha.config import STAGING
 from etha.plan import Layout, PlanStats, TensorSpec, build_agent_plan, build_plan
 from etha.plan.planner.rank_plan import Region
 from etha.planfile import read_plan, read_sides
+from etha.redistribute.request import without_kept
 from etha.redistribute.route import make_route
 from etha.transport.wire.crossings import Crossings
 from etha.transport.wire.routing import Routing
+from tests.flow.redistribute.test_redistribute_gradients import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parents[4]
 ROW = re.compile(r"^\| *(\d+) \|(.*)\|$", re.MULTILINE)
@@ -161,20 +163,28 @@ def test_the_table_of_relays_counts_the_copies_that_are_sent() -> None:
 
 def test_the_saved_table_of_redistribute_counts_what_is_exchanged() -> None:
     """Exchanges, and MiB that the busiest rank sends, of 8 MiB over 8 ranks."""
-    path = ROOT / "bench" / "results" / "2026-11-21-redistribute.md"
+    path = ROOT / "bench" / "results" / "2026-11-29-redistribute.md"
     saved = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if line.startswith("| (")]
     with benchmark("redistribute") as bench:
-        cases = [*bench.LISTED, *bench.FURTHER, *bench.SINGLE]
+        cases = bench.CASES
         rows = [(8 << 20) // (4 * bench.COLUMNS) - (5 if case.uneven else 0) for case in cases]
         found = {str(case): exchanged(case, (rows, bench.COLUMNS)) for case, rows in zip(cases, rows, strict=True)}
     assert {cells[0]: (cells[1], cells[4]) for cells in saved} == found
 
 
+def test_gradients_are_tested_of_all_transitions_that_are_timed() -> None:
+    with benchmark("redistribute") as bench:
+        timed = [(case.mesh, list(case.source), list(case.target)) for case in bench.CASES]
+    assert len(timed) == 36
+    assert [case for case in timed if case not in [tuple(tested) for tested in TRANSITIONS]] == []
+
+
 def exchanged(case: Any, shape: tuple[int, int]) -> tuple[str, str]:
     """(exchanges, MiB sent by the busiest rank) of one of the benchmark's transitions."""
     mesh = torch.tensor(case.ranks).reshape(case.mesh)
-    here, there = Layout(mesh, case.source, strided="order"), Layout(mesh, case.target, strided="order")
-    routes = [make_route(shape, torch.float32, (here,), (there,), rank) for rank in range(8)]
+    sides = tuple((Layout(mesh, side, strided="order"),) for side in (case.source, case.target))
+    pairs = [without_kept(*sides, rank, same=True) for rank in range(8)]
+    routes = [make_route(shape, torch.float32, *pair, rank) for rank, pair in enumerate(pairs)]
     sent = [
         sum(piece.numel for stage in route.stages for pieces in stage.sends.values() for piece in pieces)
         for route in routes
