@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +24,13 @@ class MeshTables:
     """The rank tables of a mesh: its own, or those of all equal slices of its root, sorted by lowest rank."""
 
     tables: tuple[Row, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.tables)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshTables:

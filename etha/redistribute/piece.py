@@ -1,7 +1,7 @@
 """A region of a local tensor, copied to or from a dense buffer on any device.
 
 Few boxes are copied one by one. Many are gathered and scattered by index, in one call. Values travel as bits, because
-nothing here does arithmetic, and integers of the same width have every kernel.
+nothing here does arithmetic.
 """
 
 from __future__ import annotations
@@ -24,8 +24,14 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Run = tuple[int, int, int]
 
 
+#: Dtypes that have every kernel themselves. A copy between tensors of one dtype keeps all bits.
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of the same width; 16-byte complex numbers stay as they are."""
+    """The same memory in a dtype of the same width that has every kernel: integers, if its own has not."""
+    if tensor.dtype in _PLAIN:
+        return tensor
     return tensor.view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else tensor
 
 
@@ -77,6 +83,9 @@ class LocalRegion:
     def copy_to(self, tensor: torch.Tensor, other: LocalRegion, target: torch.Tensor) -> None:
         """Copy the region of ``tensor`` to ``other``, the other end of it, in ``target``; both as bits."""
         if not self.numel:
+            return
+        if not self._many:
+            other._narrow(target).copy_(self._narrow(tensor))
             return
         if self.few:
             for here, there in zip(self._views(tensor), other._views(target), strict=True):

@@ -112,12 +112,6 @@ def _route(
     return make_route(shape, dtype, source, target, rank)
 
 
-@lru_cache(maxsize=512)
-def _check_dims(layouts: Layouts, ndim: int) -> None:
-    for layout in layouts:
-        layout.grid(ndim)
-
-
 def _group_named(name: Any) -> dist.ProcessGroup:
     group: dist.ProcessGroup = getattr(dist.distributed_c10d, "_resolve_process_group")(name)  # noqa: B009
     return group
@@ -144,9 +138,35 @@ def read_request(
 ) -> RedistributeRequest | None:
     """Read a call that ``check_call`` has checked; None for a rank that is in neither mesh. LayoutError for layouts
     that do not fit the tensor or each other."""
-    shape, rank = tuple(int(n) for n in dtensor.shape), dist.get_rank()
     dtypes.name_of(dtensor.dtype)
+    shape, stride = tuple(int(n) for n in dtensor.shape), tuple(int(n) for n in dtensor.stride())
     here, there = MeshTables.of(dtensor.device_mesh), MeshTables.of(mesh)
+    given = source_placements(dtensor)
+    # By type, too, because torch's kinds of Partial may compare equal.
+    typed = tuple(map(type, given)), tuple(map(type, placements))
+    request = _read(here, there, given, placements, typed, shape, stride, dist.get_rank())
+    if request is None:
+        return None
+    foreign = None
+    if not exact_order and request.same and mesh == dtensor.device_mesh and request.order == tuple(range(len(shape))):
+        foreign = all_reduce_for(mesh, given, placements, dtensor.dtype)
+    # Groups are not kept, because they may be destroyed.
+    wire = GroupExchange(request.wire.ranks, group_of(frozenset(request.wire.ranks), mesh))
+    return replace(request, wire=wire, all_reduce=foreign)
+
+
+@lru_cache(maxsize=512)
+def _read(
+    here: MeshTables,
+    there: MeshTables,
+    given: tuple[Placement, ...],
+    placements: tuple[Placement, ...],
+    typed: tuple[tuple[type, ...], tuple[type, ...]],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    rank: int,
+) -> RedistributeRequest | None:
+    """A request without groups; None for a rank that is in neither mesh. ``typed`` only tells calls apart."""
     if here == there:
         own = here.row_of(rank)
         if own is None:
@@ -155,23 +175,17 @@ def read_request(
     ranks = here.ranks | there.ranks
     if rank not in ranks:
         return None
-    given = source_placements(dtensor)
     source, target = here.layouts(given, "auto"), there.layouts(placements, "order")
-    _check_dims(source, len(shape))
-    _check_dims(target, len(shape))
-    order = memory_order(tuple(int(n) for n in dtensor.stride()))
-    foreign = None
-    if not exact_order and here == there and mesh == dtensor.device_mesh and order == tuple(range(len(shape))):
-        foreign = all_reduce_for(mesh, given, placements, dtensor.dtype)
+    for layout in (*source, *target):
+        layout.grid(len(shape))
     return RedistributeRequest(
         shape=shape,
         source=source,
         target=target,
-        order=order,
+        order=memory_order(stride),
         rank=rank,
-        wire=GroupExchange(tuple(sorted(ranks)), group_of(ranks, mesh)),
+        wire=GroupExchange(tuple(sorted(ranks)), None),
         same=here == there,
-        all_reduce=foreign,
     )
 
 

@@ -16,6 +16,11 @@ from etha.redistribute.stage import ExchangeStage
 
 def run(route: Route, wire: GroupExchange, rank: int, local: torch.Tensor, result: torch.Tensor | None) -> None:
     """Redistribute ``local`` of ``rank`` into ``result`` (None on a rank that is no target). They share no memory."""
+    if route.stages[0].quiet and route.reduction is None:
+        if result is not None:
+            for piece, arrival in route.stages[0].kept:
+                piece.copy_to(bits(local), arrival.piece, bits(result))
+        return
     if len(route.stages) == 1:
         only = Opened(route.stages[0], wire, rank, local, result, route.reduction)
         only.send(local)

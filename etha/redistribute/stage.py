@@ -20,7 +20,7 @@ from etha.redistribute.piece import LocalRegion
 #: Bytes from a rank to another, on average, from which messages go one by one.
 LARGE = 1 << 18
 #: Part of all links, up to which they do so, too: gloo's collective also sends the empty ones.
-FEW = 0.6
+FEW_LINKS = 0.6
 #: Number of target ranks that are asked for both averages.
 SAMPLE = 8
 
@@ -105,7 +105,7 @@ def _apart(plan: Plan, targets: Sequence[int], ranks: int) -> bool:
         crosses = rows.role == RECV
         nbytes += int(rows.nbytes[crosses].sum())
         links += len(np.unique(rows.source[crosses]))
-    return nbytes >= LARGE * links or links <= FEW * (ranks - 1) * len(asked)
+    return nbytes >= LARGE * links or links <= FEW_LINKS * (ranks - 1) * len(asked)
 
 
 def _anybody(plan: Plan, targets: Sequence[int]) -> bool:
