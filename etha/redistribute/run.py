@@ -34,6 +34,7 @@ def run(route: Route, wire: GroupExchange, rank: int, local: torch.Tensor, resul
         middle = _stretch(result, after.messages.home, middle.numel()).view(middle.shape)
     before = Opened(first, wire, rank, local, middle, route.reduction)
     # What the second exchange brings may come before the first one is over.
+    before.expect()
     after.expect()
     before.send(local)
     before.finish(local)
