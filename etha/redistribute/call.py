@@ -29,7 +29,7 @@ def redistribute_dtensor(
     exact_order: bool = True,
 ) -> DTensor:
     """``etha.redistribute``. One node of dynamo's graph, into which AOTAutograd traces what it does."""
-    mesh, wanted = check_call(dtensor, device_mesh, placements)
+    mesh, wanted = check_call(dtensor, device_mesh, placements, exact_order)
     if dtensor.requires_grad and torch.is_grad_enabled():
         moved: DTensor = Redistribution.apply(dtensor, mesh, wanted, exact_order)  # type: ignore[no-untyped-call]
         return moved

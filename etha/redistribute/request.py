@@ -196,9 +196,13 @@ def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
     return tuple(dims) if 0 in stride else tuple(sorted(dims, key=lambda d: -stride[d]))
 
 
-def check_call(dtensor: Any, device_mesh: Any, placements: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+def check_call(
+    dtensor: Any, device_mesh: Any, placements: Any, exact_order: Any = True
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """The target's mesh and placements. ConfigError or LayoutError say what is wrong."""
     check_tensor(dtensor)
+    if not isinstance(exact_order, bool):
+        raise ConfigError(f"exact_order={exact_order!r} must be True or False, the same on all ranks")
     mesh = dtensor.device_mesh if device_mesh is None else device_mesh
     mesh = getattr(mesh, "real_obj", mesh)  # torch.compile wraps it while it traces
     if not isinstance(mesh, DeviceMesh):

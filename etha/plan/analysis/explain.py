@@ -15,7 +15,7 @@ from etha.plan.layouts import dtypes
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.plan import BasePlan
-from etha.plan.planner.rank_plan import CONTRIBUTE, inside_target
+from etha.plan.planner.rank_plan import CONTRIBUTE, DELIVER, FORWARD, inside_target
 from etha.units import counted, seconds, size
 
 Ints = npt.NDArray[np.int64]
@@ -47,11 +47,16 @@ def _lines(plan: BasePlan, seen: Survey, links: Links) -> Iterator[str]:
         at = found.distance == distance
         each = f"{size(int(found.nbytes[at].sum()))} over {counted(int(at.sum()), 'link')}"
         yield f"    {name:8} {each}, {what}"
-    passed = inside_target(found.kind)
+    passed = found.kind == FORWARD
     if passed.any():
         between, inside = (int(found.nbytes[passed & (found.distance == d)].sum()) for d in (2, 1))
         yield f"    passed on by targets: {size(between)} between hosts, {size(inside)} inside hosts; " + (
             f"{counted(found.hops, 'hop')} at most"
+        )
+    if (carried := found.kind == DELIVER).any():
+        nbytes = int(found.nbytes[carried].sum())
+        yield f"    carried for neighbours with busier NICs: {size(nbytes)} inside hosts; " + (
+            "over NCCL nothing is carried (Plan.uncarried)"
         )
     yield from _busiest(plan, s, load, limit, found)
     yield from _limits(plan, s, limit)

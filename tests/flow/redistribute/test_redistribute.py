@@ -399,12 +399,14 @@ def refused(rank: int) -> dict[str, str]:
         "mean": (integers, None, [R]),
         "size": (lying, None, [R]),
         "mesh": (given, (8,), [R]),
+        "order": (given, None, [R]),
     }
+    options: dict[str, Any] = {"order": {"exact_order": "no"}}
     found = {}
     for name, args in calls.items():
         with Exchanges() as wire:
             try:
-                etha.redistribute(*args)
+                etha.redistribute(*args, **options.get(name, {}))
             except EthaError as error:
                 found[name] = f"{error.code}: {error.message}"
         assert wire.count == 0, name
@@ -499,6 +501,7 @@ def test_what_cannot_be_is_refused(eight: list[dict[str, Any]]) -> None:
         "mean": (LayoutError, "Partial\\(avg\\) of int32"),
         "size": (LayoutError, "rank \\d holds \\(3, 8\\), but .* gives it"),
         "mesh": (ConfigError, "device_mesh is a DeviceMesh"),
+        "order": (ConfigError, "exact_order='no' must be True or False"),
     }
     for rank, found in enumerate(eight):
         for name, (kind, text) in says.items():

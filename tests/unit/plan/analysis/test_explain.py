@@ -42,6 +42,20 @@ def test_what_targets_pass_on_is_told_apart() -> None:
     assert "predicted  4.19 ms: the longest of wire 4.19 ms, host 419 us" in text
 
 
+def test_what_is_carried_is_told_apart_from_what_is_passed_on() -> None:
+    """One of two NICs of a host needs all of a tensor, the other one little."""
+    whole, little = (Layout((2,), [Shard(0)]), Layout.replicated(2)), (4096, 4096)
+    source = {"w": TensorSpec(little, torch.float32, whole[0]), "s": TensorSpec((64, 64), torch.float32, whole[0])}
+    only = Layout(torch.tensor([0]), [Replicate()])
+    target = {"w": TensorSpec(little, torch.float32, only), "s": TensorSpec((64, 64), torch.float32, whole[1])}
+    where = {"source_hosts": list("ab"), "target_hosts": list("cc"), "target_agents": list("yz")}
+    plan = build_plan(source, target, **where)
+    text = plan.explain()
+    assert "carried for neighbours with busier NICs: 33.6 MB inside hosts; over NCCL nothing is carried" in text
+    assert "passed on by targets" not in text
+    assert "carried" not in plan.uncarried().explain()
+
+
 def test_bytes_to_reduce_are_told_apart() -> None:
     text = plan_of(Partial(), Shard(0)).explain()
     assert "of it to reduce" in text

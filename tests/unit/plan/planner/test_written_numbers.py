@@ -90,7 +90,7 @@ def test_the_page_says_what_pairs_reach_over_nccl(bench: ModuleType, stats: dict
     assert all(found > bench.GOAL for found in less.values())
     listed = " and ".join(f"pair {number} at {quality:.3f}" for number, quality in sorted(less.items()))
     assert listed.replace("pair 11 at", "pair 11 is at") in words("docs/planning.md")
-    assert f"over NCCL, for {({13: 'thirteen'})[15 - len(less)]} of them" in words("README.md")
+    assert f"Over NCCL that holds for {({13: 'thirteen'})[15 - len(less)]} of them" in words("README.md")
 
 
 @pytest.mark.slow
