@@ -24,8 +24,9 @@ def redistribute(
     All ranks of both meshes call it with the same arguments, like a collective. Other ranks may call it and take no
     part. If the meshes are one mesh, it runs over that mesh's process group, otherwise over WORLD. A rank that is not
     in the source mesh also passes a DTensor on that mesh, as torch makes it there: from ``distribute_tensor``, or from
-    ``DTensor.from_local(torch.empty(0, dtype=...), mesh, placements, shape=..., stride=...)``. A rank that is not in
-    the target mesh gets one with an empty local tensor.
+    ``DTensor.from_local(torch.empty(0, dtype=...), mesh, placements, shape=..., stride=...)``, with ``torch.empty(())``
+    for a scalar. A rank that is not in the target mesh gets one with an empty local tensor. Like collectives, two calls
+    over one group must not run at once in two threads.
 
     Everything moves in one exchange, directly from a rank that holds an element to each rank that needs it. Nothing is
     exchanged if all ranks hold what they need. Partial axes are reduced together, once and in one order, so replicas
@@ -33,8 +34,9 @@ def redistribute(
     (``etha/redistribute/route.py`` says when). An axis may stay Partial.
 
     With ``exact_order=False`` an all-reduce of the process group does what is nothing else: Partial axes of one kind to
-    Replicate, no other axis changed, if a group of these ranks exists (one axis, WORLD, or a flattened mesh). It adds
-    in an order of its own, so replicas on other axes may differ in their last bits. Everything else is as before.
+    Replicate, no other axis changed, if a group of these ranks exists (one axis, WORLD, or a flattened mesh). The dtype
+    is float32, float64 or an integer, and "max" and "min" of floats are left out. It adds in an order of its own, so
+    replicas on other axes may differ in their last bits. Everything else is as before.
 
     A sub-mesh such as ``mesh["dp"]`` redistributes in each of its rows separately. Together with another mesh, its rows
     are replicas of one tensor. ``_StridedShard`` means what ``DTensor.redistribute`` makes of it. Point-to-point

@@ -14,17 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
-#: What gloo reduces, and NCCL too.
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
+#: What gloo reduces, and NCCL too, in the dtype in which the planned route adds up. That takes float32 for 16 bits, in
+#: which a sum may overflow on its way, and loses more than the last bits.
+_FLOATS = (torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int32, torch.int64)
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,  # and divided, because gloo has no mean
@@ -54,13 +47,15 @@ def all_reduce_for(
     mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement], dtype: torch.dtype
 ) -> AllReduce | None:
     """The all-reduce that makes ``target`` of ``source`` on this mesh, if there is one and a group for it exists."""
-    if dtype not in _DTYPES:
+    if dtype not in (*_FLOATS, *_INTEGERS):
         return None
     axes = [i for i, (a, b) in enumerate(zip(source, target, strict=True)) if a != b or type(a) is not type(b)]
     ops = {p.reduce_op if type(p) is Partial else "" for p in (source[i] for i in axes)}
     if len(ops) != 1 or any(type(target[i]) is not Replicate for i in axes) or any(p.is_partial() for p in target):
         return None
     [op] = ops
+    if op in ("max", "min") and dtype in _FLOATS:  # gloo's ignore a NaN
+        return None
     group = _group_over(mesh, axes) if op in _OPS else None
     return None if group is None else AllReduce(group, op, group.size() if op == "avg" else 1)
 

@@ -259,6 +259,10 @@ def make_flow(
             lanes[number % streams] += pieces_of
         for lane, share in zip(lanes, _shares(routed, streams), strict=True):
             lane += share
+    routes = sorted({p.route for p in pieces})
+    number_of = {route: number for number, route in enumerate(routes)}
+    h.update(f"{routes} {[len(lane) for lane in lanes]}".encode())
+    h.update(np.array([(p.tensor, number_of[p.route]) for lane in lanes for p in lane], "<i8").tobytes())
     dealt = tuple(tuple(spans(lane)) for lane in lanes if lane)
     return Flow(peer=peer, digest=h.digest(), nbytes=total, lanes=dealt)
 
