@@ -80,6 +80,8 @@ def receive(pair: str, times: int) -> None:
                     await client.status()
                     tell("waits")
                 assert bool((tensors["a"] == version + 1).all())
+            # Not before the sender has stopped recording, which would hear that it has left.
+            await asyncio.to_thread(wait_for, "leave")
 
     asyncio.run(main())
 
@@ -207,6 +209,7 @@ def walk(request: pytest.FixtureRequest, site: tuple[Site, RecordedAgent]) -> li
             agent.start()
             sender.go("send")
             sent, answers = (without_history(steps) for steps in (sender.expect("sent", PATIENCE), agent.stop()))
+        receiver.go("leave")
         job.results([receiver, sender], PATIENCE)
     return sorted(step for step in sent + answered(answers) if step.entered)
 
