@@ -20,11 +20,10 @@ from etha.errors import AgentLostError, EthaError, PeerLostError
 from etha.plan import CARRY, DELIVER, Layout, Plan, TensorSpec, build_agent_plan
 from etha.plan.planner.rank_plan import inside_target
 from tests.flow.acts import init
-from tests.flow.conftest import forget_environment
 from tests.flow.jobs import tell
 from tests.flow.puppets import Stage, together
 from tests.flow.sides import Member, Sides
-from tests.flow.sites import Commons, Site
+from tests.flow.sites import Site
 from tests.flow.truth import cut, picked, stale, whole
 from tests.seconds import within
 
@@ -50,20 +49,8 @@ class Box(StrEnum):
         return f"host-{place[0]}"
 
 
-@pytest.fixture
-def site(commons: Commons, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """The three hosts of these tests."""
-    forget_environment(monkeypatch)
-    monkeypatch.setenv("ETHA_IDLE", "300")
-    return commons.site(Box.BOX)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def rough(commons: Commons, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Three hosts whose agents are killed."""
-    forget_environment(monkeypatch)
-    monkeypatch.setenv("ETHA_IDLE", "300")
-    return commons.site(Box.BOX, "rough")  # type: ignore[arg-type]
+#: Of the fixtures ``site`` and ``rough``.
+WAY = Box.BOX
 
 
 Runs = list[list[tuple[int, int]]]

@@ -17,11 +17,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from etha.errors import AgentLostError, EthaError, PeerLostError
 from tests.flow.acts import init
-from tests.flow.conftest import forget_environment
 from tests.flow.jobs import tell
 from tests.flow.puppets import Stage, together
 from tests.flow.sides import Member, Sides
-from tests.flow.sites import Commons, Site
+from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
 from tests.seconds import within
 
@@ -46,20 +45,8 @@ class Five(StrEnum):
         return f"host-{place}"
 
 
-@pytest.fixture
-def site(commons: Commons, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """The five hosts of these tests."""
-    forget_environment(monkeypatch)
-    monkeypatch.setenv("ETHA_IDLE", "300")
-    return commons.site(Five.FIVE)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def rough(commons: Commons, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Five hosts whose agents are killed."""
-    forget_environment(monkeypatch)
-    monkeypatch.setenv("ETHA_IDLE", "300")
-    return commons.site(Five.FIVE, "rough")  # type: ignore[arg-type]
+#: Of the fixtures ``site`` and ``rough``.
+WAY = Five.FIVE
 
 
 async def traffic(sides: Sides) -> dict[str, tuple[int, int]]:
