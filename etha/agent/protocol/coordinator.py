@@ -9,17 +9,15 @@ and gets the same messages. A batch on one agent books nothing.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
 from etha.agent.protocol.effects import members_of, name_agents
-from etha.agent.protocol.machine import Machine
+from etha.agent.protocol.machine import Machine, State
 from etha.agent.protocol.termination import Outcome
 from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
 from etha.peer.messages import (
@@ -69,11 +67,11 @@ class Readiness:
         self._sends: dict[Key, Ready] = {}
         self._receives: dict[Key, Ready] = {}
         #: How many say what. A number of zero is not kept.
-        self._verbs: Counter[str] = Counter()
-        self._editions: Counter[str] = Counter()
-        self._versions: Counter[Version] = Counter()
-        self._expected: Counter[int | None] = Counter()
-        self._digests: Counter[str] = Counter()
+        self._verbs: dict[str, int] = {}
+        self._editions: dict[str, int] = {}
+        self._versions: dict[Version, int] = {}
+        self._expected: dict[int | None, int] = {}
+        self._digests: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[Key, Ready]]:
         return iter(self._all.items())
@@ -165,7 +163,7 @@ class Readiness:
 
     def conflict(self) -> EthaError | None:
         """Why these calls can never meet; None if they can, or if one more READY decides."""
-        if len(self._all) == len(self.wanted) == self._verbs["send"]:
+        if len(self._all) == len(self.wanted) == self._verbs.get("send", 0):
             a, b = sorted({side for _, side in self.wanted})
             return TransferError(
                 f"{self.name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
@@ -212,9 +210,11 @@ class Readiness:
         return message.side == (self.source if message.verb == "send" else self.target)
 
 
-def _add(counts: Counter[T], what: T, change: int) -> None:
-    counts[what] += change
-    if not counts[what]:
+def _add(counts: dict[T, int], what: T, change: int) -> None:
+    count = counts.get(what, 0) + change
+    if count:
+        counts[what] = count
+    else:
         del counts[what]
 
 
@@ -284,7 +284,7 @@ class BookingRound:
         return Book(side=self.side, number=self._last, ticket=ticket)
 
 
-class Phase(Enum):
+class Phase(State):
     """What the coordinator is doing."""
 
     COLLECTING = 1
@@ -335,6 +335,8 @@ class Coordinator(Machine[Phase]):
         self.seq, self.now = seq, now
         self.me = agents[source][0]
         self.peers = tuple(sorted({agent for side in (source, target) for agent in agents[side]}))
+        self._coordinators = frozenset((agents[source][0], agents[target][0]))
+        self._others = frozenset(self.peers) - {self.me}
         self.ready = Readiness(name, source, target, agents)
         self.reservation = BookingRound(source)
         self.votes: set[str] = set()
@@ -352,6 +354,12 @@ class Coordinator(Machine[Phase]):
         match message:
             case Ready():
                 return self._ready(agent, message)
+            case Done(seq=seq) if self._current(seq, Phase.MOVING):
+                self.votes.add(agent)
+                return self._decide()
+            case Committed(seq=seq) if self._current(seq, Phase.COMMITTING):
+                self.votes.add(agent)
+                return self._settle(agent)
             case Unready():
                 return self._unready(agent, message)
             case Booked(side=self.source) if self.state is Phase.BOOKING:
@@ -362,14 +370,8 @@ class Coordinator(Machine[Phase]):
             case Recall(side=self.source):
                 # READY for the next transfer, and its recall, may come while this one still moves or commits.
                 return self._give_way(agent, message)
-            case Done(seq=seq) if self._current(seq, Phase.MOVING):
-                self.votes.add(agent)
-                return self._decide()
             case Failed(seq=seq, cause=cause) if self._current(seq, Phase.MOVING):
                 return self._abort(cause)
-            case Committed(seq=seq) if self._current(seq, Phase.COMMITTING):
-                self.votes.add(agent)
-                return self._settle(agent)
             case Declined(seq=seq, cause=cause) if self._current(seq, Phase.COMMITTING):
                 self.declined.setdefault(agent, cause)
                 return self._settle(agent)
@@ -404,7 +406,7 @@ class Coordinator(Machine[Phase]):
             found = self.ready.get((agent, side))
             if found is not None and found.attempt <= attempt:
                 self.ready.remove((agent, side))
-        return [] if self.ready.complete else self._collect()
+        return [] if self.state is not Phase.BOOKING or self.ready.complete else self._collect()
 
     def skip(self, seq: int) -> None:
         """Note that ``seq`` has been given to a transfer."""
@@ -462,7 +464,7 @@ class Coordinator(Machine[Phase]):
 
     def _go(self) -> Outbox:
         self.seq += 1
-        attempts = tuple(sorted((agent, side, m.attempt) for (agent, side), m in self.ready))
+        attempts = tuple(sorted([(agent, side, m.attempt) for (agent, side), m in self.ready]))
         snapshot = bool(self.ready.edition)
         ticket = self.reservation.ticket
         go = Go(
@@ -478,10 +480,14 @@ class Coordinator(Machine[Phase]):
         self.declined.clear()
         self.reservation.close()
         self.move(Phase.MOVING)
-        # Only a coordinator forgets READYs by it, and to a thousand agents a thousand attempts are a million.
-        short = msgspec.structs.replace(go, attempts=())
-        coordinators = {ranks[0] for ranks in self.agents.values()}
-        return [*self._offer(), *((peer, go if peer in coordinators else short) for peer in self.peers)]
+        letters = self._offer()
+        if len(self.peers) == len(self._coordinators):
+            letters += [(peer, go) for peer in self.peers]
+        else:
+            # Only a coordinator forgets READYs by it, and to a thousand agents a thousand attempts are a million.
+            short = msgspec.structs.replace(go, attempts=())
+            letters += [(peer, go if peer in self._coordinators else short) for peer in self.peers]
+        return letters
 
     def _offer(self) -> Outbox:
         """Tell the receivers' agents when the whole source side began or ceased to wait."""
@@ -510,12 +516,11 @@ class Coordinator(Machine[Phase]):
         self._awaited.discard(agent)
         if self._awaited:
             return []
-        others = {peer for peer in self.peers if peer != self.me}
-        known = self.votes | self.declined.keys()
+        others = self._others
         self.move(Phase.COLLECTING)
         if not others or self.votes & others:
             return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
-        if silent := others - known:
+        if silent := others - self.votes - self.declined.keys():
             settle = Settle(seq=self.seq, outcome="unknown", cause=self._agent_lost_error(silent))
             return [(self.me, settle), *self._next()]
         cause = self.declined[min(self.declined)]
@@ -529,6 +534,6 @@ class Coordinator(Machine[Phase]):
         letters: Outbox = [(peer, abort) for peer in self.peers if peer not in self.lost_agents]
         return [*letters, *self._next()]
 
-    def _agent_lost_error(self, agents: set[str]) -> PeerLostError:
+    def _agent_lost_error(self, agents: Collection[str]) -> PeerLostError:
         text = f"{name_agents(self.agents, agents)} gone"
         return PeerLostError(text, reason="died", culprits=members_of(self.agents, agents))

@@ -14,7 +14,16 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S", bound=Enum)
+
+
+class State(Enum):
+    """The base of a machine's states. They hash by identity, as they compare: Enum's own hash is that of the name, in
+    Python code, which every look-up of a move would run."""
+
+    __hash__ = object.__hash__
+
+
+S = TypeVar("S", bound=State)
 
 
 class ImpossibleMove(AssertionError):
@@ -31,7 +40,7 @@ class Machine(Generic[S]):
     def __init__(self, name: str, start: S) -> None:
         self.name = name
         self._state = start
-        self.history: deque[str] = deque([start.name], maxlen=32)
+        self.history: deque[S] = deque([start], maxlen=32)
 
     @property
     def state(self) -> S:
@@ -44,10 +53,9 @@ class Machine(Generic[S]):
         if to is self._state:
             return
         if to not in self.TABLE[self._state]:
-            raise ImpossibleMove(
-                f"{self.name}: {self._state.name} -> {to.name} is impossible; so far: {', '.join(self.history)}"
-            )
+            so_far = ", ".join(state.name for state in self.history)
+            raise ImpossibleMove(f"{self.name}: {self._state.name} -> {to.name} is impossible; so far: {so_far}")
         if self.LOGGED:
             log.debug("%s: %s -> %s", self.name, self._state.name, to.name)
         self._state = to
-        self.history.append(to.name)
+        self.history.append(to)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_members, name_ranks
-from etha.agent.protocol.machine import Machine
+from etha.agent.protocol.machine import Machine, State
 from etha.bus.messages import PairFormed
 from etha.errors import (
     AgentUnavailableError,
@@ -30,7 +29,7 @@ from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
 
 
-class PairPhase(Enum):
+class PairPhase(State):
     """The state of a pair."""
 
     FORMING = 1

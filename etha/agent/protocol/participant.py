@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -40,7 +39,7 @@ from etha.agent.protocol.effects import (
     name_agents,
     name_members,
 )
-from etha.agent.protocol.machine import Machine
+from etha.agent.protocol.machine import Machine, State
 from etha.agent.protocol.termination import Inquiry, Outcome
 from etha.errors import (
     EthaError,
@@ -151,7 +150,11 @@ class Queues:
         self.calls: dict[Member, deque[Call]] = {
             (side, rank): deque() for side in agents for rank, agent in enumerate(agents[side]) if agent == me
         }
-        self.sides = {side: SideReady() for side, _ in self.calls}
+        #: The same queues by side.
+        self._of_side: dict[str, list[deque[Call]]] = {}
+        for (side, _), queue in self.calls.items():
+            self._of_side.setdefault(side, []).append(queue)
+        self.sides = {side: SideReady() for side in self._of_side}
 
     def __iter__(self) -> Iterator[Call]:
         for queue in self.calls.values():
@@ -163,7 +166,7 @@ class Queues:
 
     def heads(self, side: str) -> list[Call] | None:
         """The oldest call of each local rank; None while a rank has none."""
-        queues = [queue for (s, _), queue in self.calls.items() if s == side]
+        queues = self._of_side[side]
         return [queue[0] for queue in queues] if all(queues) else None
 
     def waits(self, member: Member, verb: Verb) -> bool:
@@ -212,6 +215,11 @@ class Queues:
             side.standing, side.withdrawing = None, False
 
 
+def _labels(calls: list[Call]) -> dict[str, Version]:
+    """The versions under which calls send, by how they are shown."""
+    return {str(call.version): call.version for call in calls if call.version is not None}
+
+
 def _fitting(call: Call, side: str) -> Verb:
     """What the ranks of ``side`` must call for ``call`` to begin."""
     if side == call.member[0]:
@@ -241,11 +249,14 @@ def unknown(name: str, seq: int, cause: EthaError, torn: bool) -> PeerLostError:
     return PeerLostError(with_again(text), reason="died", outcome="unknown", torn=torn, culprits=_culprits(cause))
 
 
+#: What a participant says to coordinators.
+_TO_COORDINATORS = frozenset((Ready, Unready, Booked, Recall, Done, Failed, Committed, Declined))
+
 LaneEffect = HoldLane | WantLane | BeginLane | FreeLane
 TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | InDoubt | LaneEffect
 
 
-class Moving(Enum):
+class Moving(State):
     """The state of this agent's part in a transfer."""
 
     IDLE = 1
@@ -314,6 +325,8 @@ class Participant(Machine[Moving]):
         super().__init__(f"batch {name}", Moving.IDLE)
         self.me, self.agents, self.digests, self.atomic = me, agents, digests, atomic
         self.members = frozenset(chain.from_iterable(agents.values()))
+        #: The agents of both directions' coordinators, in the order in which they are told.
+        self._directing = tuple(sorted({ranks[0] for ranks in agents.values()}))
         first, second = agents
         self.other = {first: second, second: first}
         self.coordinators = {
@@ -517,10 +530,17 @@ class Participant(Machine[Moving]):
         return out
 
     def _hear(self, agent: str, message: Message | Settle) -> None:
+        if type(message) in _TO_COORDINATORS:
+            for coordinator in self.coordinators.values():
+                self._post(coordinator.hear(agent, message))
+            return
         match message:
-            case Ready() | Unready() | Booked() | Recall() | Done() | Failed() | Committed() | Declined():
-                for coordinator in self.coordinators.values():
-                    self._post(coordinator.hear(agent, message))
+            case Go():
+                self._go(agent, message)
+            case Commit(seq=seq):
+                self._commit(agent, seq)
+            case Settle(seq=seq) if self.current is not None and self.current.seq == seq:
+                self._settle(message)
             case PeerOffer(side=side, standing=standing, version=version):
                 self.offers.pop(side, None)
                 if standing:
@@ -530,8 +550,6 @@ class Participant(Machine[Moving]):
                 self._stood(agent, message)
             case Refused():
                 self._refused(message)
-            case Go():
-                self._go(agent, message)
             case Book():
                 self._book(agent, message)
             case Unbook(side=side, number=number):
@@ -540,10 +558,6 @@ class Participant(Machine[Moving]):
                     self._unbook()
             case Abort(seq=seq, cause=cause) if self.current is not None and self.current.seq == seq:
                 self._abort(cause)
-            case Commit(seq=seq):
-                self._commit(agent, seq)
-            case Settle(seq=seq) if self.current is not None and self.current.seq == seq:
-                self._settle(message)
             case Question(seq=seq):
                 self._question(agent, seq)
             case VerdictAnswer(seq=seq, verdict=known) if self.current is not None and self.current.seq == seq:
@@ -769,7 +783,7 @@ class Participant(Machine[Moving]):
             self._tell(agent, message)
 
     def _tell_coordinators(self, message: Ready | Unready) -> None:
-        for agent in sorted({ranks[0] for ranks in self.agents.values()}):
+        for agent in self._directing:
             self._tell(agent, message)
 
     def _coordinating(self, verb: Verb, side: str) -> str:
@@ -811,28 +825,18 @@ class Participant(Machine[Moving]):
     # ---- READY --------------------------------------------------------------------------------
 
     def _ready(self, side: str) -> None:
-        state, heads = self.sides[side], self.queues.heads(side)
-        if self.state is not Moving.IDLE or state.standing is not None or heads is None or self.lost_agents:
+        state = self.sides[side]
+        if self.state is not Moving.IDLE or state.standing is not None or self.lost_agents:
             return
-        verbs = {call.verb for call in heads}
-        if len(verbs) > 1 or any(call.cause for call in heads) or len({call.expects for call in heads}) > 1:
+        heads = self.queues.heads(side)
+        if heads is None or not (heads[0].cause is None if len(heads) == 1 else self._fit(side, heads)):
             return
-        labels = {str(c.version): c.version for c in heads if c.version is not None}
-        verb, editions = heads[0].verb, {call.edition for call in heads}
-        if "" not in editions and len(editions) > 1:
-            return  # a rank has yet to come with the snapshot that another has already taken
-        if verb == "send" and len(editions) > 1:
-            self._drop_all(heads, f"{self.name}: some ranks of {side} send a snapshot, others what their tensors hold")
-            return
-        if verb == "send" and len(labels) > 1:
-            listed = ", ".join(sorted(labels))
-            self._drop_all(heads, f"{self.name}: ranks of {side} send under different versions, {listed}")
-            return
+        verb = heads[0].verb
         state.attempt += 1
         state.standing = verb
-        digest = self.digests.get(side if verb == "send" else self.other[side], "")
-        version = next(iter(labels.values()), None)
         source = side if verb == "send" else self.other[side]
+        digest = self.digests.get(source, "")
+        version = heads[0].version if len(heads) == 1 else next(iter(_labels(heads).values()), None)
         lane = len(self.members) > 1 and self.booking is None and self._hold(source)
         message = Ready(
             side=side,
@@ -849,6 +853,24 @@ class Participant(Machine[Moving]):
                 agent=self.agents[source][0], side=source, number=message.held_number, ready=side, granted=True
             )
         self._tell_coordinators(message)
+
+    def _fit(self, side: str, heads: list[Call]) -> bool:
+        """Whether the oldest calls of all ranks of a side can go together. Those that never can are ended."""
+        verbs = {call.verb for call in heads}
+        if len(verbs) > 1 or any(call.cause for call in heads) or len({call.expects for call in heads}) > 1:
+            return False
+        editions = {call.edition for call in heads}
+        if "" not in editions and len(editions) > 1:
+            return False  # a rank has yet to come with the snapshot that another has already taken
+        sends = heads[0].verb == "send"
+        if sends and len(editions) > 1:
+            self._drop_all(heads, f"{self.name}: some ranks of {side} send a snapshot, others what their tensors hold")
+            return False
+        if sends and len(labels := _labels(heads)) > 1:
+            listed = ", ".join(sorted(labels))
+            self._drop_all(heads, f"{self.name}: ranks of {side} send under different versions, {listed}")
+            return False
+        return True
 
     def _withdraw(self, call: Call, cause: EthaError) -> None:
         """End a waiting call: at once, or once the coordinator releases the READY that it is part of."""

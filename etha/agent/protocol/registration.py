@@ -11,19 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, ClassVar
 
 from etha.agent.protocol.capabilities import Capabilities, Terms, torn_apart
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.protocol.evaluation import Evaluation
-from etha.agent.protocol.machine import Machine
+from etha.agent.protocol.machine import Machine, State
 from etha.bus.messages import Registered
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from etha.units import counted
 
 
-class RegistrationState(Enum):
+class RegistrationState(State):
     """The state of a registration."""
 
     ENROLLING = 1

@@ -44,6 +44,10 @@ CONSTANT = {
     "_heard",
     "_came",
     "_withdrew",
+    "_of_side",  # the queues once more
+    "_directing",
+    "_coordinators",
+    "_others",
     "gave_up",
 }
 
