@@ -256,24 +256,25 @@ def _refusal(data: bytes | memoryview, error: Exception) -> Malformed:
 
 
 def _envelope(wire: _Wire, now: float) -> Envelope:
-    given = tuple(name for name in _VARYING if getattr(wire, name) is not UNSET)
-    match given:
-        case ("op", "left", "args"):
-            if wire.id == 0:
-                raise ValueError("a request needs an id above 0")
-            if wire.left is not None and not math.isfinite(wire.left):
-                raise ValueError("left: expected seconds or null")
-            deadline = math.inf if wire.left is None else now + max(0.0, wire.left)
-            return Request(wire.id, wire.left, _message(wire.op, wire.args), deadline)
-        case ("ok",):
+    number = len(_VARYING) - msgspec.structs.astuple(wire).count(UNSET)
+    if number == 3 and wire.op is not _ABSENT and wire.left is not _ABSENT and wire.args is not _ABSENT:
+        if wire.id == 0:
+            raise ValueError("a request needs an id above 0")
+        if wire.left is not None and not math.isfinite(wire.left):
+            raise ValueError("left: expected seconds or null")
+        deadline = math.inf if wire.left is None else now + max(0.0, wire.left)
+        return Request(wire.id, wire.left, _message(wire.op, wire.args), deadline)
+    if number == 1:
+        if wire.ok is not _ABSENT:
             return Reply(wire.id, _message(wire.ok.op, wire.ok.args))
-        case ("push",):
+        if wire.push is not _ABSENT:
             return Push(wire.id, _message(wire.push.op, wire.push.args))
-        case ("error",):
+        if wire.cancel is not _ABSENT and wire.cancel:
+            return Cancel(wire.id)
+        if wire.error is not _ABSENT:
             error = made_error(*msgspec.structs.astuple(wire.error))
             return Failure(wire.id, error, wire.error.traceback)
-        case ("cancel",) if wire.cancel:
-            return Cancel(wire.id)
+    given = [name for name in _VARYING if getattr(wire, name) is not UNSET]
     raise ValueError(f"no envelope has the fields {', '.join(given) or 'id and v alone'}")
 
 
