@@ -496,6 +496,9 @@ class Agent:
         """Hand a worker's request to the service that handles it. EthaErrors become its answer."""
         peer = session.peer
         match request.message:
+            case Transfer() as message:
+                found = self.registrations.registered(session, message.batch, message.epoch)
+                self.transfers.transfer(session, request, message, found)
             case InitPair() as message:
                 self.rendezvous.init(session, request, message)
             case Register() as message:
@@ -504,9 +507,6 @@ class Agent:
                 self.registrations.attach(session, request, message)
             case ExchangeSegments() as message:
                 self.registrations.exchange(session, request, message)
-            case Transfer() as message:
-                found = self.registrations.registered(session, message.batch, message.epoch)
-                self.transfers.transfer(session, request, message, found)
             case Supersede(batch=batch, epoch=epoch):
                 self.transfers.supersede(session, self.registrations.registered(session, batch, epoch))
                 peer.reply(request.id, Ok())

@@ -129,7 +129,7 @@ class BatchRecords:
             "record": record,
             "expected": expected,
             "token": uuid.uuid4().hex,
-            "known_generation": int(known.get("generation", 0)),
+            "known_generation": int(known.get("generation") or 0),
             "over": over,
         }
         done = await self._session.script("enroll", [self._keys.batch(pair, batch)], request, timeout)
@@ -243,18 +243,23 @@ class BatchRecords:
         With ``generation`` and ``seq`` among them, a writer that is behind changes nothing that is newer.
         """
         text = batch_text(fields)
-        self._session.owned.remember_batch(pair, batch, text)
-        await self.write(pair, batch, text, self._session.limit(timeout))
+        self._session.owned.remember_batch(pair, batch, fields)
+        await self._write(pair, batch, text, self._session.limit(timeout))
 
     async def report_fields(
         self, pair: str, batch: str, fields: Mapping[str, int | float | str | None], *, timeout: float
     ) -> None:
         """Like ``set_fields``, after ``note_fields``, over the connection for reports, which nothing else waits for."""
-        await self.write(pair, batch, batch_text(fields), timeout, self._session.reporter)
+        await self._write(pair, batch, batch_text(fields), timeout, self._session.reporter)
+
+    async def restore(self, timeout: float) -> None:
+        """Write what this agent remembers of batches."""
+        for (pair, batch), fields in list(self._session.owned.batches.items()):
+            await self._write(pair, batch, batch_text(fields), timeout)
 
     def note_fields(self, pair: str, batch: str, fields: Mapping[str, int | float | str | None]) -> None:
         """Like ``set_fields`` without writing: remember what this agent knows, in case Redis ever loses it."""
-        self._session.owned.remember_batch(pair, batch, batch_text(fields))
+        self._session.owned.remember_batch(pair, batch, fields)
 
     async def get(self, pair: str, batch: str, *, timeout: float | None = None) -> BatchView | None:
         """The batch; None if nobody has registered it."""
@@ -304,7 +309,7 @@ class BatchRecords:
                 found.setdefault(side, []).append(rank)
         return found
 
-    async def write(
+    async def _write(
         self, pair: str, batch: str, text: Mapping[str, str], timeout: float, over: RedisConnection | None = None
     ) -> None:
         request = {"pair": pair, "batch": batch, "fields": dict(text)}
@@ -324,6 +329,8 @@ def batch_text(fields: Mapping[str, int | float | str | None]) -> dict[str, str]
     for name, value in fields.items():
         if name == "version":
             text[name] = version_to_text(value if isinstance(value, int | str) else None)
+        elif isinstance(value, float):  # seconds, to the microsecond
+            text[name] = str(round(value, 6))
         else:
             text[name] = "" if value is None else str(value)[:MAX_FIELD]
     return text

@@ -172,8 +172,7 @@ class AgentRecords:
                 raise
             except EthaError as error:
                 log.warning("%s rank %d of pair %s is not put back: %s", side, rank, pair, error)
-        for (pair, batch), fields in list(self._session.owned.batches.items()):
-            await self._batches.write(pair, batch, fields, timeout)
+        await self._batches.restore(timeout)
         await self._batches.restore_verdicts(timeout)
         await self._groups.restore(timeout)
         await self._publications.restore(timeout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,10 @@ from etha.store.watch import Watches
 
 #: Most closed batches of which this agent still remembers the seq.
 MAX_CLOSED = 1000
+
+
+#: A value of a batch's hash, before it is text.
+BatchField = int | float | str | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +39,9 @@ class Owned:
 
     agent: AgentRecord | None = None
     memberships: dict[tuple[str, str, int], HeldRank] = field(default_factory=dict)
-    batches: OrderedDict[tuple[str, str], dict[str, str]] = field(default_factory=OrderedDict)
+    #: Fields of ``BatchView`` as they were set, because most are never written again, and turning them into text takes
+    #: as long as a short copy.
+    batches: OrderedDict[tuple[str, str], dict[str, BatchField]] = field(default_factory=OrderedDict)
     enrolled: dict[tuple[str, str, str, int], int] = field(default_factory=dict)
     registration_keys: set[str] = field(default_factory=set)
     #: (pair, batch, generation) -> (agent, verdict, number of agents), while a rank of ours is enrolled in it.
@@ -50,7 +57,7 @@ class Owned:
                     if member.epoch == view.epoch:
                         mine.view = view
 
-    def remember_batch(self, pair: str, batch: str, fields: dict[str, str]) -> None:
+    def remember_batch(self, pair: str, batch: str, fields: Mapping[str, BatchField]) -> None:
         self.batches.setdefault((pair, batch), {}).update(fields)
         self.batches.move_to_end((pair, batch))
 

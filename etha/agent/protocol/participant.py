@@ -530,7 +530,7 @@ class Participant(Machine[Moving]):
         return out
 
     def _hear(self, agent: str, message: Message | Settle) -> None:
-        if type(message) in _TO_COORDINATORS:
+        if not isinstance(message, Settle) and type(message) in _TO_COORDINATORS:
             for coordinator in self.coordinators.values():
                 self._post(coordinator.hear(agent, message))
             return

@@ -47,14 +47,15 @@ Over = Callable[[BaseException | None, bool], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectionProgram:
-    """``nbytes`` and ``peers`` are those of each ("source" | "target", rank) of this agent, however they travel.
+    """``nbytes`` and ``peers`` are those of each ("source" | "target", rank) of this agent, however they travel;
+    ``peers`` are sorted (side, rank).
 
     ``verification_plan`` is None if nothing is verified. ``payload`` is what records say of it.
     """
 
     near: Program
     nbytes: Mapping[Member, int]
-    peers: Mapping[Member, tuple[Member, ...]]
+    peers: Mapping[Member, tuple[tuple[str, int], ...]]
     wire: WireProgram | None = None
     key: bytes = b""
     #: Whether this agent takes part in the wire even if it has nothing to exchange.
@@ -70,6 +71,15 @@ class DirectionProgram:
     def work(self) -> int:
         """Total of the progress, in bytes."""
         return self.near.work + (self.wire.total if self.wire is not None else 0)
+
+    @property
+    def left_to_readers(self) -> int:
+        """Bytes of this agent's workers that other agents copy."""
+        given = sum(nbytes for (role, _), nbytes in self.nbytes.items() if role == "source")
+        sent = 0
+        if self.wire is not None:
+            sent = sum(flow.nbytes for flow in self.wire.sends.values()) - self.wire.passed
+        return max(0, given - sent - self.near.total)
 
 
 class TransferRun:
@@ -384,7 +394,8 @@ class Execution:
         without: frozenset[int] = frozenset(),
     ) -> None:
         self.program = program
-        self._order = tuple(i for i in range(len(program.pieces)) if i not in without)
+        pieces = range(len(program.pieces))
+        self._order = tuple(piece for piece in pieces if piece not in without) if without else pieces
         self._workspaces = workspaces
         self._guards = guards
         #: Whether targets may have been written.
@@ -439,11 +450,7 @@ class TransferProgress:
 
     def __init__(self, program: DirectionProgram, readers: Collection[str]) -> None:
         self._own = program.work
-        sent = 0
-        if program.wire is not None:
-            sent = sum(flow.nbytes for flow in program.wire.sends.values()) - program.wire.passed
-        given = sum(nbytes for (role, _), nbytes in program.nbytes.items() if role == "source")
-        self._theirs = max(0, given - sent - program.near.total) if readers else 0
+        self._theirs = program.left_to_readers if readers else 0
         self._done = 0
         self._shares = dict.fromkeys(readers, 0.0)
 

@@ -340,6 +340,22 @@ class RegisteredBatch:
         can_hold: Callable[[RegisteredBatch, str], bool],
     ) -> None:
         self.registration, self.evaluation, self.terms, self.transport = registration, evaluation, terms, transport
+        # What never changes is looked up once, because each transfer asks for it several times.
+        #: The batch's.
+        self.name = registration.name
+        #: The batch's, the primary one first.
+        self.pairs = registration.pairs
+        #: The registration's name on this agent.
+        self.key = registration.key
+        #: What the registration is called between agents.
+        self.scope = registration.scope
+        #: All agents of the batch.
+        self.agents = registration.agents
+        #: This agent.
+        self.me = registration.machine.me
+        first, second = registration.machine.agents
+        self._other = {first: second, second: first}
+        self._directions = {source: _Direction.of(self, source) for source in self._other}
         self.participant = Participant(
             f"{registration.name!r} of pair {registration.pairs[0]!r}",
             me=registration.machine.me,
@@ -378,66 +394,25 @@ class RegisteredBatch:
         return max((self.evaluation.nbytes(side) for side in self.evaluation.sides), default=0)
 
     @property
-    def name(self) -> str:
-        """The batch's."""
-        return self.registration.name
-
-    @property
-    def pairs(self) -> tuple[str, ...]:
-        """The batch's, the primary one first."""
-        return self.registration.pairs
-
-    @property
-    def key(self) -> Key:
-        """The registration's name on this agent."""
-        return self.registration.key
-
-    @property
-    def agents(self) -> frozenset[str]:
-        """All agents of the batch."""
-        return self.registration.agents
-
-    @property
-    def me(self) -> str:
-        """This agent."""
-        return self.registration.machine.me
-
-    @property
-    def scope(self) -> Scope:
-        """What the registration is called between agents."""
-        return self.registration.scope
-
-    @property
     def tensors(self) -> Mapping[Member, Tensors]:
         """Those of the ranks here."""
         return self.registration.tensors
 
     def other(self, side: str) -> str:
         """The side opposite ``side``."""
-        return self.registration.other(side)
+        return self._other[side]
 
     def routing(self, source: str) -> Routing:
         """How bytes go in the direction from side ``source``."""
-        agents = self.registration.machine.agents
-        return Routing(me=self.me, source=agents[source], target=agents[self.other(source)], reads=self.terms.reads)
+        return self._directions[source].routing
 
     def read_from(self, source: str) -> frozenset[str]:
         """Agents from whose workers this one copies in the direction from side ``source``."""
-        routing = self.routing(source)
-        return (
-            frozenset(a for a in routing.source if (routing.me, a) in routing.reads)
-            if routing.me in routing.target
-            else frozenset()
-        )
+        return self._directions[source].read_from
 
     def read_by(self, source: str) -> frozenset[str]:
         """Agents that copy from this one's workers in the direction from side ``source``."""
-        routing = self.routing(source)
-        return (
-            frozenset(a for a in routing.target if (a, routing.me) in routing.reads)
-            if routing.me in routing.source
-            else frozenset()
-        )
+        return self._directions[source].read_by
 
     @property
     def over_nccl(self) -> bool:
@@ -488,6 +463,25 @@ class RegisteredBatch:
     def forget(self) -> None:
         """Closed: the plans are needed no more, and they may be large."""
         self.evaluation = replace(self.evaluation, plans={}, parts={})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Direction:
+    """How bytes go from one side to the other: what ``RegisteredBatch`` answers under the same names."""
+
+    routing: Routing
+    read_from: frozenset[str]
+    read_by: frozenset[str]
+
+    @classmethod
+    def of(cls, batch: RegisteredBatch, source: str) -> _Direction:
+        agents, me, reads = batch.registration.machine.agents, batch.me, batch.terms.reads
+        givers, takers = agents[source], agents[batch.other(source)]
+        return cls(
+            routing=Routing(me=me, source=givers, target=takers, reads=reads),
+            read_from=frozenset(a for a in givers if (me, a) in reads) if me in takers else frozenset(),
+            read_by=frozenset(a for a in takers if (a, me) in reads) if me in givers else frozenset(),
+        )
 
 
 def _drop(programs: list[DirectionProgram], shared_tensors: SharedTensors, shared_snapshots: SharedSnapshots) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from etha.agent.protocol.capabilities import Terms
@@ -149,7 +149,7 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         return DirectionProgram(
             near=near,
             nbytes=near.nbytes,
-            peers=near.peers,
+            peers=_named(near.peers, batch, source),
             verification_plan=verification_plan,
             pull=None if verification_plan is not None else pull_plan(near),
             payload=_payload(batch, source, near.nbytes, near, None),
@@ -171,7 +171,7 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
     return DirectionProgram(
         near=near,
         nbytes=nbytes,
-        peers=peers,
+        peers=_named(peers, batch, source),
         wire=replace(
             wire,
             observer=None if verification_plan is None else verification_plan.reduction_sums,
@@ -184,6 +184,14 @@ def _compile(batch: RegisteredBatch, source: str, sources: Views, targets: Views
         stretches={} if batch.over_nccl or verification_plan is not None else worker_stretches(wire),
         payload=_payload(batch, source, nbytes, near, wire),
     )
+
+
+def _named(
+    peers: Mapping[Member, Iterable[Member]], batch: RegisteredBatch, source: str
+) -> dict[Member, tuple[tuple[str, int], ...]]:
+    """The other ends of each rank, as results name them."""
+    sides = {"source": source, "target": batch.other(source)}
+    return {member: tuple(sorted((sides[role], rank) for role, rank in others)) for member, others in peers.items()}
 
 
 def _payload(

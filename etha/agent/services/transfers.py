@@ -120,7 +120,7 @@ class TransferService:
             trace_id=message.trace_id,
             blocks=message.blocks,
         )
-        if message.verb == "recv":
+        if message.verb == "recv" and session.hops:
             tell_held(batch, member, session, lambda agent, held: self._links.tell(agent, batch.scope, held))
         call = Call(
             key=key,
@@ -446,8 +446,12 @@ class TransferService:
             if batch.transport is not None:
                 batch.transport.settled()
             self._answer(batch, effect, current, now)
-            fields |= {"version": effect.version, "last_seconds": round(seconds, 6), "last_error": ""}
-            fields |= {"bytes": batch.nbytes}
+            fields |= {
+                "version": effect.version,
+                "last_seconds": seconds,
+                "last_error": "",
+                "bytes": batch.nbytes,
+            }
         else:
             batch.last_error = effect.error
             fields |= {"last_error": effect.error.message[:1000]}
@@ -462,22 +466,20 @@ class TransferService:
         self.idle_tracker.end(batch)
 
     def _answer(self, batch: RegisteredBatch, effect: Settled, current: RunningProgram, now: float) -> None:
-        program, seconds = current.program, now - current.started
+        program, run, seconds = current.program, current.run, now - current.started
         assert program is not None
         for (side, rank), key in effect.calls.items():
             batch.asks.pop(key, None)
             role = "source" if side == effect.source else "target"
-            sides = {"source": effect.source, "target": batch.other(effect.source)}
-            peers = tuple(sorted((sides[where], peer) for where, peer in program.peers[role, rank]))
             moved = Moved(
                 seq=effect.seq,
                 version=effect.version,
                 nbytes=program.nbytes[role, rank],
                 seconds=seconds,
-                peers=peers,
-                peak_staging=current.run.peak_staging if current.run is not None else 0,
+                peers=program.peers[role, rank],
+                peak_staging=run.peak_staging if run is not None else 0,
                 phases=current.phases((side, rank), now),
-                wired=current.run.wired if current.run is not None and role == "target" else 0,
+                wired=run.wired if run is not None and role == "target" else 0,
             )
             self._calls.answer(key, moved)
 

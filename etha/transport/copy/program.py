@@ -126,7 +126,7 @@ class Program:
     def __post_init__(self) -> None:
         object.__setattr__(self, "work", sum(p.nbytes for p in self.pieces))
 
-    @property
+    @cached_property
     def barriers(self) -> tuple[int, ...]:
         """Indices of the pieces that may begin only when all pieces before them are done."""
         return tuple(i for i in range(1, len(self.pieces)) if self.pieces[i].phase != self.pieces[i - 1].phase)
@@ -201,7 +201,7 @@ class Program:
         if path is Path.DEVICE and (launch := self.launch(index, work.device)):
             work.wrote = True
             work.device.run(launch)
-        elif path is Path.MAPPED and (copies := self._compiled_copies(piece)):
+        elif path is Path.MAPPED and self._compiled[index] and (copies := self._mapped):
             work.wrote = True
             copies.run(piece.first, piece.last)
         elif path in (Path.READ, Path.WRITE):
@@ -209,10 +209,6 @@ class Program:
         else:
             cpu.run(self.ops(piece), work)
         return piece.nbytes
-
-    def _compiled_copies(self, piece: CopyPiece) -> MappedCopies | None:
-        """What copies all of a mapped piece without an operation in Python; None if nothing does."""
-        return self._mapped if self._compiled[self.tile[piece.first : piece.last]].all() else None
 
     def _run_direct(self, index: int, work: Workspace) -> None:
         copies = self.tables.get(index)
@@ -224,9 +220,10 @@ class Program:
         run_direct(copies, work)
 
     @cached_property
-    def _compiled(self) -> npt.NDArray[np.bool_]:
-        """For each tile: whether the compiled loops copy it."""
-        return np.array([compiled(tile) for tile in self.tiles], bool)
+    def _compiled(self) -> tuple[bool, ...]:
+        """For each piece: whether the compiled loops copy all of it, without an operation in Python."""
+        tiles = np.array([compiled(tile) for tile in self.tiles], bool)
+        return tuple(bool(tiles[self.tile[piece.first : piece.last]].all()) for piece in self.pieces)
 
     @cached_property
     def _mapped(self) -> MappedCopies | None:
