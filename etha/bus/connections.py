@@ -32,7 +32,7 @@ class Connection:
 
     def __init__(self, owner: Connections, conn: socket.socket) -> None:
         self.credentials = Credentials.of_socket(conn)
-        self.proven = False
+        self.proven = self.closed = False
         #: Whether it has sent anything yet.
         self.spoke = False
         self._owner, self._conn = owner, conn
@@ -45,10 +45,6 @@ class Connection:
     def __repr__(self) -> str:
         return f"a connection of process {self.credentials.pid}"
 
-    @property
-    def closed(self) -> bool:
-        return self._conn.fileno() < 0
-
     def send(self, data: bytes) -> None:
         """Queue one message. BlockingIOError if the worker does not read. A closed connection drops it."""
         if len(self._waiting) >= self._owner.high_water:
@@ -60,6 +56,7 @@ class Connection:
         """Close at once and call nobody. Idempotent."""
         if self.closed:
             return
+        self.closed = True
         self._owner.forget(self)
         fd = self._conn.fileno()
         self._owner.loop.remove_reader(fd)

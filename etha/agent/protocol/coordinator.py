@@ -66,8 +66,9 @@ class Readiness:
         #: Those that fit the direction: sends of the source, receives of the target.
         self._sends: dict[Key, Ready] = {}
         self._receives: dict[Key, Ready] = {}
-        #: How many say what. A number of zero is not kept.
-        self._verbs: dict[str, int] = {}
+        #: How many of all say that they send.
+        self._sending = 0
+        #: How many of those that fit say what. A number of zero is not kept.
         self._editions: dict[str, int] = {}
         self._versions: dict[Version, int] = {}
         self._expected: dict[int | None, int] = {}
@@ -102,8 +103,9 @@ class Readiness:
         """All READYs are used up."""
         for counted in (self._all, self._sends, self._receives):
             counted.clear()
-        for counts in (self._verbs, self._editions, self._versions, self._expected, self._digests):
+        for counts in (self._editions, self._versions, self._expected, self._digests):
             counts.clear()
+        self._sending = 0
 
     def without_booking(self, agent: str, number: int) -> bool:
         """Give back what an agent booked as ``number`` when it said READY. Returns whether it had."""
@@ -163,7 +165,7 @@ class Readiness:
 
     def conflict(self) -> EthaError | None:
         """Why these calls can never meet; None if they can, or if one more READY decides."""
-        if len(self._all) == len(self.wanted) == self._verbs.get("send", 0):
+        if self._sending == len(self._all) == len(self.wanted):
             a, b = sorted({side for _, side in self.wanted})
             return TransferError(
                 f"{self.name}: both sides send, {a} and {b}; one of them has to call transfer(..., 'recv')",
@@ -191,23 +193,22 @@ class Readiness:
 
     def _count(self, key: Key, message: Ready, change: int) -> None:
         """Add what a READY says to the counts, or take it away."""
-        _add(self._verbs, message.verb, change)
-        fitting = (self._sends if message.verb == "send" else self._receives) if self._fits(message) else None
-        if fitting is None:
-            return
+        sends = message.verb == "send"
+        if sends:
+            self._sending += change
+        if message.side != (self.source if sends else self.target):
+            return  # it does not fit the direction
+        fitting = self._sends if sends else self._receives
         if change > 0:
             fitting[key] = message
         else:
             del fitting[key]
         _add(self._digests, message.digest, change)
-        if message.verb == "send":
+        if sends:
             _add(self._editions, message.edition, change)
             _add(self._versions, message.version, change)
         else:
             _add(self._expected, message.expects, change)
-
-    def _fits(self, message: Ready) -> bool:
-        return message.side == (self.source if message.verb == "send" else self.target)
 
 
 def _add(counts: dict[T, int], what: T, change: int) -> None:
@@ -354,10 +355,10 @@ class Coordinator(Machine[Phase]):
         match message:
             case Ready():
                 return self._ready(agent, message)
-            case Done(seq=seq) if self._current(seq, Phase.MOVING):
+            case Done(seq=seq) if self.state is Phase.MOVING and seq == self.seq:
                 self.votes.add(agent)
                 return self._decide()
-            case Committed(seq=seq) if self._current(seq, Phase.COMMITTING):
+            case Committed(seq=seq) if self.state is Phase.COMMITTING and seq == self.seq:
                 self.votes.add(agent)
                 return self._settle(agent)
             case Unready():
@@ -370,9 +371,9 @@ class Coordinator(Machine[Phase]):
             case Recall(side=self.source):
                 # READY for the next transfer, and its recall, may come while this one still moves or commits.
                 return self._give_way(agent, message)
-            case Failed(seq=seq, cause=cause) if self._current(seq, Phase.MOVING):
+            case Failed(seq=seq, cause=cause) if self.state is Phase.MOVING and seq == self.seq:
                 return self._abort(cause)
-            case Declined(seq=seq, cause=cause) if self._current(seq, Phase.COMMITTING):
+            case Declined(seq=seq, cause=cause) if self.state is Phase.COMMITTING and seq == self.seq:
                 self.declined.setdefault(agent, cause)
                 return self._settle(agent)
         return []  # of a transfer that is over, whose end the sender knows already
@@ -412,15 +413,13 @@ class Coordinator(Machine[Phase]):
         """Note that ``seq`` has been given to a transfer."""
         self.seq = max(self.seq, seq)
 
-    def _current(self, seq: int, phase: Phase) -> bool:
-        return self.state is phase and seq == self.seq
-
     def _ready(self, agent: str, message: Ready) -> Outbox:
-        if (agent, message.side) not in self.ready.wanted:
+        key = (agent, message.side)
+        if key not in self.ready.wanted:
             return []
         self.ready.add(agent, message)
-        self._came[agent, message.side] = self.now()
-        self._withdrew.pop((agent, message.side), None)
+        self._came[key] = self.now()
+        self._withdrew.pop(key, None)
         if error := self.ready.conflict():
             refused = [(a, Refused(side=s, attempt=m.attempt, error=error)) for (a, s), m in self.ready]
             self.ready.clear()

@@ -38,23 +38,19 @@ class Machine(Generic[S]):
 
     def __init__(self, name: str, start: S) -> None:
         self.name = name
-        self._state = start
+        #: The current state. Only ``move`` changes it.
+        self.state = start
         self.history: deque[S] = deque([start], maxlen=32)
-
-    @property
-    def state(self) -> S:
-        """The current state. Only ``move`` changes it."""
-        return self._state
 
     def move(self, to: S) -> None:
         """Change the state to ``to``. ImpossibleMove, with the history, if the table lacks that move. Staying is not a
         move."""
-        if to is self._state:
+        if to is self.state:
             return
-        if to not in self.TABLE[self._state]:
+        if to not in self.TABLE[self.state]:
             so_far = ", ".join(state.name for state in self.history)
-            raise ImpossibleMove(f"{self.name}: {self._state.name} -> {to.name} is impossible; so far: {so_far}")
+            raise ImpossibleMove(f"{self.name}: {self.state.name} -> {to.name} is impossible; so far: {so_far}")
         if self.LOGGED:
-            log.debug("%s: %s -> %s", self.name, self._state.name, to.name)
-        self._state = to
+            log.debug("%s: %s -> %s", self.name, self.state.name, to.name)
+        self.state = to
         self.history.append(to)

@@ -532,7 +532,8 @@ class Participant(Machine[Moving]):
     def _hear(self, agent: str, message: Message | Settle) -> None:
         if not isinstance(message, Settle) and type(message) in _TO_COORDINATORS:
             for coordinator in self.coordinators.values():
-                self._post(coordinator.hear(agent, message))
+                for to, letter in coordinator.hear(agent, message):
+                    self._tell(to, letter)
             return
         match message:
             case Go():

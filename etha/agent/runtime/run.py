@@ -100,6 +100,7 @@ class TransferRun:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         progress: Callable[[int], None],
         over: Over,
+        soon: Callable[[Callable[[], None]], object] | None = None,
         verification: TransferVerification | None = None,
         pulls: WorkerPulls | None = None,
         streams: WorkerStreams | None = None,
@@ -111,7 +112,8 @@ class TransferRun:
     ) -> None:
         """``bases`` and ``held``: see ``WireRun``. ``pulls``, ``streams``: what workers move themselves.
 
-        ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``,
+        ``soon(copy)`` has a short copy made on the loop, after ``start`` has returned; the loop's ``call_soon`` if not
+        given. ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``,
         ``passed``, ``resumed``: see ``WireRun``; one that passes a version on ends well only once that has come whole.
         """
         self.arriving, self._passed, self._resumed = arriving, passed, resumed
@@ -126,7 +128,7 @@ class TransferRun:
         self._bases, self._held = bases, held
         #: Bytes that have come over streams.
         self.wired = 0
-        self._spawn, self._progress, self._tell = spawn, progress, over
+        self._spawn, self._progress, self._tell, self._soon = spawn, progress, over, soon
         self._running: list[Running] = []
         self._left = 0
         self._near = self._far = self._pulled = 0
@@ -237,7 +239,7 @@ class TransferRun:
         elif program.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
             # The round trip to a lane thread takes longer than such a copy.
             self._left = 1
-            asyncio.get_running_loop().call_soon(self._here, job)
+            (self._soon or asyncio.get_running_loop().call_soon)(lambda: self._here(job))
         else:
             self._left = 1
             self._submit(job, self._half)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from etha.agent.protocol.effects import (
     BeginLane,
@@ -90,6 +90,8 @@ class TransferService:
         self._known_needs: Needs | None = None
         self.progress_reporter = ProgressReporter(links, calls)
         self.idle_tracker = IdleTracker()
+        self._calling = False
+        self._copy: Callable[[], None] | None = None
 
     # ---- requests of workers ------------------------------------------------------------------
 
@@ -130,9 +132,29 @@ class TransferService:
             edition=message.edition,
             expects=message.expects,
         )
-        self._stream_order.pass_on(
-            batch, session, key, message.mark, lambda: self._perform(batch, batch.participant.wait(call))
-        )
+        self._stream_order.pass_on(batch, session, key, message.mark, lambda: self._wait(batch, call))
+
+    def _wait(self, batch: RegisteredBatch, call: Call) -> None:
+        """A call waits for the others. If it was the last one, and begins a copy that is short, that follows at once."""
+        self._calling = True
+        try:
+            self._perform(batch, batch.participant.wait(call))
+        finally:
+            self._calling = False
+            copy, self._copy = self._copy, None
+            if copy is not None:
+                copy()
+
+    def _soon(self, copy: Callable[[], None]) -> None:
+        """Make a short copy: after the effects of the call that is being handled, else when the loop comes to it.
+
+        The loop takes longer to come to it than the copy takes. But a transfer that follows another one waits for that,
+        because calls that wait in their hundreds must not keep the loop from all else.
+        """
+        if self._calling and self._copy is None:
+            self._copy = copy
+        else:
+            asyncio.get_running_loop().call_soon(copy)
 
     def pulled(self, session: WorkerSession, batch: RegisteredBatch, message: Pulled) -> None:
         """A worker says how far it has come with its copies."""
@@ -345,6 +367,7 @@ class TransferService:
             spawn=self._spawn,
             progress=lambda done: self.progress_reporter.went(batch, current, done),
             over=lambda error, touched: self._moved(batch, current, error, touched),
+            soon=self._soon,
             verification=verification,
             pulls=self._pulls(batch, current, program, guards),
             streams=self._streams(batch, current, program),
