@@ -113,8 +113,9 @@ class TransferRun:
         """``bases`` and ``held``: see ``WireRun``. ``pulls``, ``streams``: what workers move themselves.
 
         ``soon(copy)`` has a short copy made on the loop, after ``start`` has returned; the loop's ``call_soon`` if not
-        given. ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others. ``arriving``,
-        ``passed``, ``resumed``: see ``WireRun``; one that passes a version on ends well only once that has come whole.
+        given. ``about``: what the trace says of its pieces. ``limit``: how fast this agent may send to others.
+        ``arriving``, ``passed``, ``resumed``: see ``WireRun``; one that passes a version on ends well only once that
+        has come whole.
         """
         self.arriving, self._passed, self._resumed = arriving, passed, resumed
         #: Set when what is passed on may be whole, or when this run fails.

@@ -135,7 +135,7 @@ class TransferService:
         self._stream_order.pass_on(batch, session, key, message.mark, lambda: self._wait(batch, call))
 
     def _wait(self, batch: RegisteredBatch, call: Call) -> None:
-        """A call waits for the others. If it was the last one, and begins a copy that is short, that follows at once."""
+        """A call waits for the others. If it is the last one, and the copy that begins is short, it is made at once."""
         self._calling = True
         try:
             self._perform(batch, batch.participant.wait(call))
@@ -338,17 +338,17 @@ class TransferService:
         arriving: ArrivingVersion | None = None
         passed: ArrivingVersion | None = None
         for member, key in current.calls.items():
-            ask = batch.asks[key]
-            hop = ask.session.hops.get(batch.name)
-            if hop is not None and member[0] == current.source:
+            ask, (side, rank) = batch.asks[key], member
+            session, sends = ask.session, side == current.source
+            hop = session.hops.get(batch.name)
+            if hop is not None and sends:
                 passed = hop.passed or passed
             elif hop is not None:
                 arriving = hop.arriving or arriving
-            if member[0] == current.source and ask.session.rate_limit is not None:
-                limit = ask.session.rate_limit if ask.session.rate_limit.rate < math.inf else None
-            if ask.session.revocation is not None:
-                role = "source" if member[0] == current.source else "target"
-                guards[role, member[1]] = ask.session.revocation.guard(ask.slot)
+            if sends and session.rate_limit is not None:
+                limit = session.rate_limit if session.rate_limit.rate < math.inf else None
+            if session.revocation is not None:
+                guards["source" if sends else "target", rank] = session.revocation.guard(ask.slot)
         current.progress = TransferProgress(program, batch.read_by(current.source))
         verification = None  # nothing is verified
         if program.verification_plan is not None:
