@@ -1,6 +1,6 @@
 """Connected workers: the process, memory, ranks and batches of each, and its open requests.
 
-A request is opened once and answered once.
+A request is opened once and answered once, and its timer never outlives it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import Any
 
 from etha.agent.protocol.effects import CallKey, Member
@@ -148,8 +147,8 @@ class _Open:
     peer: Peer
     id: int
     message: Any
-    deadline: float
-    end: End | None
+    timer: asyncio.TimerHandle | None = None
+    end: End | None = None
 
 
 class OpenCalls:
@@ -161,10 +160,6 @@ class OpenCalls:
     def __init__(self, on_failed: Callable[[Peer, Any, EthaError], None] = lambda *_: None) -> None:
         self._open: dict[CallKey, _Open] = {}
         self._on_failed = on_failed
-        #: One timer for all, at the earliest deadline since it was set. Most calls end long before theirs, so that
-        #: timers of their own would be made and cancelled in vain, which takes as long as a short copy.
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = math.inf
 
     def __contains__(self, key: CallKey) -> bool:
         return key in self._open
@@ -175,9 +170,9 @@ class OpenCalls:
     def open(self, peer: Peer, request: Request, end: End) -> CallKey:
         """Open a request. ``end`` is called at its deadline and when it is cancelled, at most once."""
         key = (peer.key, request.id)
-        self._open[key] = _Open(peer, request.id, request.message, request.deadline, end)
-        if request.deadline < self._due:
-            self._wake_at(request.deadline)
+        call = self._open[key] = _Open(peer, request.id, request.message, end=end)
+        if request.deadline < math.inf:
+            call.timer = asyncio.get_running_loop().call_at(request.deadline, self._ended, key, True)
         return key
 
     def cancelled(self, peer: Peer, request_id: int) -> None:
@@ -212,29 +207,17 @@ class OpenCalls:
         for key in [key for key in self._open if key[0] == peer.key]:
             self._close(key)
 
-    def _wake_at(self, deadline: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._due, self._timer = deadline, asyncio.get_running_loop().call_at(deadline, self._expire)
-
-    def _expire(self) -> None:
-        """End the calls whose deadline has come, the earliest first, and wait for the next deadline."""
-        loop = asyncio.get_running_loop()
-        now = max(self._due, loop.time())  # a loop may call a little early
-        self._due, self._timer = math.inf, None
-        waiting = [(call.deadline, key) for key, call in self._open.items() if call.end is not None]
-        for _, key in sorted((one for one in waiting if one[0] <= now), key=itemgetter(0)):
-            loop.call_soon(self._ended, key, True)  # each by itself, because an error in one must not lose the others
-        left = min((deadline for deadline, _ in waiting if deadline > now), default=math.inf)
-        if left < math.inf:
-            self._wake_at(left)
-
     def _ended(self, key: CallKey, expired: bool) -> None:
         call = self._open.get(key)
         if call is None or call.end is None:
             return
+        if call.timer is not None:
+            call.timer.cancel()
         end, call.end = call.end, None
         end(key, expired)
 
     def _close(self, key: CallKey) -> _Open | None:
-        return self._open.pop(key, None)
+        call = self._open.pop(key, None)
+        if call is not None and call.timer is not None:
+            call.timer.cancel()
+        return call
