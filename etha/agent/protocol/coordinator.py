@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from etha.agent.protocol.effects import members_of, name_agents
-from etha.agent.protocol.machine import Machine, State
+from etha.agent.protocol.machine import Machine, MachineState
 from etha.agent.protocol.termination import Outcome
 from etha.errors import EthaError, PeerLostError, ProtocolError, TransferError
 from etha.peer.messages import (
@@ -285,7 +285,7 @@ class BookingRound:
         return Book(side=self.side, number=self._last, ticket=ticket)
 
 
-class Phase(State):
+class Phase(MachineState):
     """What the coordinator is doing."""
 
     COLLECTING = 1

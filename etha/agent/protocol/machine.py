@@ -15,14 +15,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 log = logging.getLogger(__name__)
 
 
-class State(Enum):
+class MachineState(Enum):
     """The base of a machine's states. They hash by identity, as they compare: Enum's own hash is that of the name, in
     Python code, which every look-up of a move would run."""
 
     __hash__ = object.__hash__
 
 
-S = TypeVar("S", bound=State)
+S = TypeVar("S", bound=MachineState)
 
 
 class ImpossibleMove(AssertionError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_members, name_ranks
-from etha.agent.protocol.machine import Machine, State
+from etha.agent.protocol.machine import Machine, MachineState
 from etha.bus.messages import PairFormed
 from etha.errors import (
     AgentUnavailableError,
@@ -29,7 +29,7 @@ from etha.store.records import PairView, Reason
 from etha.store.records import RankHolder as Holder
 
 
-class PairPhase(State):
+class PairPhase(MachineState):
     """The state of a pair."""
 
     FORMING = 1

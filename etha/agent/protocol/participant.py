@@ -39,7 +39,7 @@ from etha.agent.protocol.effects import (
     name_agents,
     name_members,
 )
-from etha.agent.protocol.machine import Machine, State
+from etha.agent.protocol.machine import Machine, MachineState
 from etha.agent.protocol.termination import Inquiry, Outcome
 from etha.errors import (
     EthaError,
@@ -256,7 +256,7 @@ LaneEffect = HoldLane | WantLane | BeginLane | FreeLane
 TransferEffect = Fail | Tell | StartMove | StopMove | Settled | OfferChanged | InDoubt | LaneEffect
 
 
-class Moving(State):
+class Moving(MachineState):
     """The state of this agent's part in a transfer."""
 
     IDLE = 1

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 from etha.agent.protocol.capabilities import Capabilities, Terms, torn_apart
 from etha.agent.protocol.effects import Answer, CallKey, Fail, Member, name_ranks
 from etha.agent.protocol.evaluation import Evaluation
-from etha.agent.protocol.machine import Machine, State
+from etha.agent.protocol.machine import Machine, MachineState
 from etha.bus.messages import Registered
 from etha.errors import EthaError, PeerLostError, ProtocolError, RegistrationError, RendezvousTimeoutError, Violation
 from etha.units import counted
 
 
-class RegistrationState(State):
+class RegistrationState(MachineState):
     """The state of a registration."""
 
     ENROLLING = 1
