@@ -16,12 +16,13 @@ from collections.abc import Callable
 
 from etha import limits
 from etha.bus.process import Credentials
-from etha.bus.zmtp import OPENING, NotZmtp, Parser, frame
+from etha.bus.zmtp import NotZmtp, Parser, frame, opening
 
 log = logging.getLogger(__name__)
 
 #: Seconds without accepting after the process has run out of descriptors.
 ACCEPT_PAUSE = 0.5
+_OPENING = opening(b"ROUTER")
 #: Bytes of one read, and reads until the loop runs other callbacks.
 _READ = 1 << 18
 _READS = 8
@@ -40,7 +41,7 @@ class Connection:
         self._waiting: deque[memoryview] = deque()
         conn.setblocking(False)
         owner.loop.add_reader(conn.fileno(), self._readable)
-        self._write(OPENING)
+        self._write(_OPENING)
 
     def __repr__(self) -> str:
         return f"a connection of process {self.credentials.pid}"

@@ -1,6 +1,7 @@
 """The first and the last messages of a session, and those of the descriptor socket.
 
 worker -> agent   Hello -> Welcome, then on the descriptor socket Attach -> Done: the session is open
+worker -> agent   JoinSession on a further bus connection -> Done: requests that come on it are answered on it
 worker -> agent   Descriptors (with file descriptors, descriptor socket) -> Done;  Goodbye -> Done
 agent -> worker   Goodbye, pushed, when the agent leaves
 """
@@ -58,6 +59,13 @@ class WorkerWelcome(StrictStruct, frozen=True, kw_only=True):
 @message("attach")
 class Attach(StrictStruct, frozen=True, kw_only=True):
     """This descriptor connection belongs to ``session``. When it ends, the session ends. -> Done."""
+
+    session: Annotated[str, Meta(max_length=64)]
+
+
+@message("join")
+class JoinSession(StrictStruct, frozen=True, kw_only=True):
+    """This bus connection belongs to ``session``, too. When it ends, the session stays. -> Done."""
 
     session: Annotated[str, Meta(max_length=64)]
 

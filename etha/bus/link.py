@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import zmq
 
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
+from etha.bus.direct import DirectConnection
 from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
 from etha.bus.packets import MAX_DESCRIPTORS, close_all
 from etha.bus.process import check_not_forked
@@ -46,6 +48,23 @@ class Handed:
 
     message: Any
     fds: tuple[int, ...]
+
+
+class DirectRequest:
+    """A request that a blocked thread makes over a direct connection, until it has its answer or hands it over.
+
+    ``kept``: pushes about it that the event loop got meanwhile, with their descriptors.
+    """
+
+    def __init__(self, id: int, connection: DirectConnection) -> None:
+        self.id, self.connection = id, connection
+        self.kept: deque[Any] = deque()
+
+    def drop(self) -> None:
+        """Close the descriptors of what was kept, because the request has its answer."""
+        while self.kept:
+            message = self.kept.popleft()
+            close_all(message.fds if isinstance(message, Handed) else ())
 
 
 class AgentRefusedError(AgentUnavailableError):
@@ -109,7 +128,12 @@ class AgentLink:
         self._owner = os.getpid()
         self._ids = itertools.count(1)
         self._calls: dict[int, PendingCall] = {}
-        self._closing = False
+        #: Threads add and remove their own.
+        self._direct_requests: dict[int, DirectRequest] = {}
+        #: None until there is one, and if there cannot be one.
+        self.direct: DirectConnection | None = None
+        self._no_direct = False
+        self._path, self._closing = path, False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
         self._channel = Channel(path, self._received, self._lose)
@@ -178,6 +202,63 @@ class AgentLink:
             self._channel.post(request)
 
         return await self._call(message, timeout, post, on_push, on_timeout, on_cancel, patient, tag)
+
+    @property
+    def wants_direct(self) -> bool:
+        """Whether there is no direct connection, but can be one."""
+        return self.direct is None and not self._no_direct and self.agent_pid != 0 and not self.lost.done()
+
+    async def open_direct(self) -> None:
+        """Open the direct connection. It is no error if there can be none."""
+        opened: DirectConnection | None = None
+        self._no_direct = True  # also while it is being opened
+        try:
+            opened = await DirectConnection.connect(self._path, self.welcome.session, self.agent_pid)
+        except (AgentLostError, OSError) as error:
+            log.debug("no direct connection to %s: %s", self._channel.agent, error)
+        if opened is None:
+            return
+        if self.lost.done():
+            return opened.retire()
+        self.direct, self._no_direct = opened, False
+
+    def begin_direct(self, connection: DirectConnection) -> DirectRequest:
+        """A request that the calling thread is about to make over ``connection``. ``end_direct`` ends it."""
+        request = DirectRequest(next(self._ids), connection)
+        self._direct_requests[request.id] = request
+        return request
+
+    def end_direct(self, request: DirectRequest) -> None:
+        """The request has its answer, was handed over, or was never sent. Idempotent."""
+        self._direct_requests.pop(request.id, None)
+        request.drop()
+
+    async def adopt(
+        self,
+        direct: DirectRequest,
+        *,
+        timeout: float,
+        on_push: Callable[[Any], None],
+        on_timeout: Callable[[], EthaError],
+        on_cancel: Callable[[Answer | None], None],
+        tag: object,
+    ) -> Any:
+        """``request`` for one that a thread has sent, patient. What is pushed from now on comes over the loop; the
+        connection is closed in the end, because an answer may still come over it."""
+        connection = direct.connection
+        if self.direct is connection:
+            self.direct = None
+
+        def post(request: Request) -> None:
+            self._direct_requests.pop(direct.id, None)
+            while direct.kept:
+                self._told(direct.kept.popleft(), on_push)
+            connection.follow(self._received)
+
+        try:
+            return await self._call(None, timeout, post, on_push, on_timeout, on_cancel, True, tag, direct.id)
+        finally:
+            connection.close()
 
     def tell(self, message: Any) -> None:
         """Say something that needs no answer. Nothing is said to an agent that is lost, or that takes no messages."""
@@ -283,10 +364,11 @@ class AgentLink:
         on_cancel: Callable[[Answer | None], None] | None = None,
         patient: bool = False,
         tag: object = None,
+        id: int | None = None,
     ) -> Any:
         self._check()
         endless = not timeout < _FOREVER
-        call = PendingCall(next(self._ids), on_push, self._loop, tag)
+        call = PendingCall(next(self._ids) if id is None else id, on_push, self._loop, tag)
         request = Request(call.id, None if endless else max(0.0, timeout), message)
         timer = None if endless else self._loop.call_later(max(0.0, timeout) + GRACE, call.expire)
         self._calls[call.id] = call
@@ -375,6 +457,8 @@ class AgentLink:
         with suppress(RuntimeError):  # its loop is closed: nobody waits
             self.lost.set_result(AgentLostError(text))
             self._fail_calls(text)
+        if self.direct is not None:
+            self.direct.retire()
         self._channel.close()
 
     def _received(self, envelope: Envelope | Malformed) -> None:
@@ -389,7 +473,9 @@ class AgentLink:
                 self._told(message, self.on_push)
             case Push(id, message, fds):
                 call = self._calls.get(id)
-                if call is None or call.on_push is None:
+                if call is None and (direct := self._direct_requests.get(id)) is not None:
+                    self._keep(direct, Handed(message, fds) if fds else message)
+                elif call is None or call.on_push is None:
                     close_all(fds)
                 else:
                     self._told(Handed(message, fds) if fds else message, call.on_push)
@@ -397,6 +483,13 @@ class AgentLink:
                 self._calls[id].deliver(Failure(id, ProtocolError(envelope.message)))
             case _:
                 self._lose(f"{self._channel.agent} broke the protocol: {envelope}")
+
+    def _keep(self, direct: DirectRequest, message: Any) -> None:
+        """Keep a push for the thread that waits for its request's answer, and wake the thread."""
+        direct.kept.append(message)
+        direct.connection.wake()
+        if direct.id not in self._direct_requests:  # it has ended at this moment
+            direct.drop()
 
     def _told(self, message: Any, on_push: Callable[[Any], None] | None) -> None:
         if on_push is None:

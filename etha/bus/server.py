@@ -2,6 +2,7 @@
 
 Hello ------------------> uid by SO_PEERCRED, pidfd, service.hello --------> Welcome(session)
 Attach on cpu.fds ------> uid and pid by SO_PEERCRED, session -------------> Done
+JoinSession ------------> a further bus connection of the same process ----> Done
 requests <--------------> service.received, peer.reply
 end: Goodbye ("closed"), or the process dies or closes the descriptor connection without Goodbye ("died")
 """
@@ -25,7 +26,7 @@ from etha import limits
 from etha.bus.attachments import Attachment, Attachments
 from etha.bus.codec import MAX_MESSAGE, Cancel, Envelope, Failure, Malformed, Push, Reply, Request, decode, encode
 from etha.bus.connections import Connection, Connections
-from etha.bus.handshake import Goodbye, HandshakeDone, WorkerHello, WorkerWelcome
+from etha.bus.handshake import Goodbye, HandshakeDone, JoinSession, WorkerHello, WorkerWelcome
 from etha.bus.listen import PathLock, SocketEntry, listen
 from etha.bus.process import Credentials, start_time
 from etha.bus.sessions import MAX_REQUESTS, Peer, Reason, Session
@@ -43,6 +44,8 @@ ATTACH_TIMEOUT = 10.0
 LEAVE_TIMEOUT = 1.0
 #: Descriptors of a session besides its bus connection: a pidfd, the descriptor connection, and those that it sends.
 SESSION_DESCRIPTORS = 4
+#: Further bus connections of one session. A worker has one, and those that it is about to close.
+MAX_DIRECT = 4
 
 
 class Service(Protocol):
@@ -123,13 +126,13 @@ class BusServer:
         if self._closing:
             return
         self._closing = True
-        for session in list(self._sessions.values()):
+        for session in list(self._by_key.values()):
             session.peer.push(Goodbye(text=text))
-        if self._sessions:
+        if self._by_key:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_TIMEOUT):
                     await self._left.wait()
-        for session in list(self._sessions.values()):
+        for session in list(self._by_key.values()):
             self._end(session, "closed")
         self._attachments.close()
         self._connections.abort()
@@ -153,7 +156,7 @@ class BusServer:
             return self._greet(connection, envelope)
         match envelope:
             case Request():
-                self._request(session, envelope)
+                self._request(session, connection, envelope)
             case Cancel(id):
                 if id in session.peer.requests:
                     self.service.cancelled(session.peer, id)
@@ -162,7 +165,7 @@ class BusServer:
             case _:
                 self._malformed(connection, session, Malformed(f"a {type(envelope).__name__} from a worker"))
 
-    def _request(self, session: Session, request: Request) -> None:
+    def _request(self, session: Session, connection: Connection, request: Request) -> None:
         peer = session.peer
         if isinstance(request.message, Goodbye):
             self._post(peer, Reply(request.id, HandshakeDone()))
@@ -171,6 +174,8 @@ class BusServer:
             text = f"request id {request.id} is taken, or {MAX_REQUESTS} requests wait"
             return self._post(peer, Failure(request.id, ProtocolError(text)))
         peer.requests.add(request.id)
+        if connection is not session.connection:
+            session.routes[request.id] = connection
         if not session.attached:
             return peer.fail(request.id, ProtocolError("a request before Attach on the descriptor socket"))
         try:
@@ -190,6 +195,8 @@ class BusServer:
         credentials = connection.credentials
         if not isinstance(envelope, Request):
             return log.debug("dropped a %s without a session from %r", type(envelope).__name__, connection)
+        if isinstance(envelope.message, JoinSession):
+            return self._join(connection, envelope.id, envelope.message.session)
         try:
             session = self._admit(connection, credentials, envelope.message)
             welcome = self.service.hello(session.peer, envelope.message)
@@ -210,7 +217,7 @@ class BusServer:
             )
         if not isinstance(message, WorkerHello):
             raise AgentLostError("no session with this agent: it was restarted, or the session was ended")
-        if self._closing or len(self._sessions) >= MAX_SESSIONS:
+        if self._closing or len(self._by_key) >= MAX_SESSIONS:
             text = "the agent is leaving" if self._closing else f"{MAX_SESSIONS} sessions are open already"
             raise AgentLostError(f"{text}: try again")
         if (why := limits.shortage(SESSION_DESCRIPTORS)) is not None:
@@ -225,6 +232,20 @@ class BusServer:
             hand=self._hand,
         )
         return Session(peer, connection, self._end)
+
+    def _join(self, connection: Connection, id: int, key: str) -> None:
+        session = self._by_key.get(key)
+        if session is None or not session.attached:
+            return self._send(connection, Failure(id, ProtocolError("no such session, or it is not attached yet")))
+        if connection.credentials != session.connection.credentials or len(session.direct) >= MAX_DIRECT:
+            text = f"it is another process's, or it has {MAX_DIRECT} further connections"
+            return self._send(
+                connection, Failure(id, ProtocolError(f"the session takes no further connection: {text}"))
+            )
+        self._sessions[connection] = session
+        session.direct.add(connection)
+        self._connections.prove(connection)
+        self._send(connection, Reply(id, HandshakeDone()))
 
     def _malformed(self, connection: Connection, session: Session | None, error: Malformed) -> None:
         """Answer a request if its id could be read; anything else ends its session. One log line each."""
@@ -244,7 +265,7 @@ class BusServer:
         if session is None:
             return
         try:
-            self._send(session.connection, envelope)
+            self._send(session.route(envelope), envelope)
         except BlockingIOError:
             if isinstance(envelope, Push) and envelope.id:
                 return
@@ -282,8 +303,13 @@ class BusServer:
         self.service.descriptors(peer, header, fds)
 
     def _disconnected(self, connection: Connection) -> None:
-        if (session := self._sessions.get(connection)) is not None:
-            self._end(session, "died")
+        session = self._sessions.get(connection)
+        if session is None:
+            return
+        if connection in session.direct:
+            del self._sessions[connection]
+            return session.leave(connection)
+        self._end(session, "died")
 
     def _end(self, session: Session, reason: Reason) -> None:
         peer = session.peer
@@ -293,10 +319,11 @@ class BusServer:
             reason = "closed"
         peer.disconnected = True
         session.release()
-        self._sessions.pop(session.connection, None)
         self._by_key.pop(peer.key, None)
-        self._connections.demote(session.connection)
-        if not self._sessions:
+        for connection in (session.connection, *session.direct):
+            self._sessions.pop(connection, None)
+            self._connections.demote(connection)
+        if not self._by_key:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
         self.service.on_disconnected(peer, reason)

@@ -105,6 +105,9 @@ class Session:
     def __init__(self, peer: Peer, connection: Connection, on_end: Callable[[Session, Reason], None]) -> None:
         self.peer = peer
         self.connection = connection
+        #: Its further bus connections, and those on which requests came that have no answer yet.
+        self.direct: set[Connection] = set()
+        self.routes: dict[int, Connection] = {}
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._attachment: Attachment | None = None
@@ -132,6 +135,17 @@ class Session:
         attachment.serve(lambda header, fds: take(self.peer, header, fds), self._disconnected)
         if self._timer is not None:
             self._timer.cancel()
+
+    def route(self, envelope: Envelope) -> Connection:
+        """The connection on which to send what is about a request: that on which the request came."""
+        if isinstance(envelope, Push):
+            return self.routes.get(envelope.id, self.connection)
+        return self.routes.pop(envelope.id, self.connection)
+
+    def leave(self, connection: Connection) -> None:
+        """A further connection has ended. What is still to be said about its requests goes over the first one."""
+        self.direct.discard(connection)
+        self.routes = {id: other for id, other in self.routes.items() if other is not connection}
 
     def hand(self, envelope: Envelope, fds: Sequence[int]) -> bool:
         """Send on the descriptor connection. False if the worker does not read, or has gone."""

@@ -1,4 +1,5 @@
-"""ZMTP 3.0 with the NULL mechanism, as far as the agent's end of a worker's DEALER needs it. Pure.
+"""ZMTP 3.0 with the NULL mechanism, as far as the agent's end of a worker's DEALER needs it, and that of a worker's
+direct connection. Pure.
 
     worker   greeting, READY, messages ...
     agent    greeting, READY, messages ...
@@ -33,11 +34,29 @@ def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
 
 
-#: What this end sends first: version 3.0, no encryption (the kernel authenticates the peer), READY.
-OPENING = (
-    b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00" + _MECHANISM + bytes(32)
-    + frame(b"\x05READY" + _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""), _COMMAND)
-)  # fmt: skip
+def opening(socket_type: bytes) -> bytes:
+    """What an end sends first: version 3.0, no encryption (the kernel authenticates the peer), READY."""
+    ready = b"\x05READY" + _property(b"Socket-Type", socket_type) + _property(b"Identity", b"")
+    return b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00" + _MECHANISM + bytes(32) + frame(ready, _COMMAND)
+
+
+def frame_at(data: memoryview, at: int) -> tuple[bytes, int] | None:
+    """The body of the frame at ``at`` of what an agent sends after READY, and where the next begins; None if it has not
+    come whole. NotZmtp for anything but messages of one frame."""
+    if len(data) < at + 2:
+        return None
+    flags = data[at]
+    if flags & ~_LONG:
+        raise NotZmtp(f"a frame with flags {flags:#x}")
+    if flags & _LONG:
+        if len(data) < at + 9:
+            return None
+        size, start = int.from_bytes(data[at + 1 : at + 9], "big"), at + 9
+    else:
+        size, start = data[at + 1], at + 2
+    if len(data) < start + size:
+        return None
+    return bytes(data[start : start + size]), start + size
 
 
 class Parser:

@@ -20,7 +20,11 @@ from etha.bus.link import AgentLink
 from etha.errors import ConfigError, EthaError, TransferAbortedError
 
 if TYPE_CHECKING:
+    from etha.client.direct import DirectTransfer
     from etha.client.registration import Registration
+
+#: Seconds after which it is noticed that another thread's call has ended.
+_LOOK = 0.02
 
 #: The call whose callback runs this code, if any.
 _callback_of: ContextVar[ActiveCall | None] = ContextVar("etha_callback_of", default=None)
@@ -131,6 +135,8 @@ class ActiveCalls:
     def __init__(self, patience: float) -> None:
         self.patience = patience
         self._active: set[ActiveCall] = set()
+        #: Calls that their own threads make, which add them; those that are over are forgotten now and then.
+        self._direct: set[DirectTransfer] = set()
         self._waiters: list[asyncio.Future[None]] = []
 
     def begin(self, what: str, registration: Registration | None = None) -> ActiveCall:
@@ -139,16 +145,30 @@ class ActiveCalls:
 
     def interrupt(self, why: str, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
         """Make all calls end, or those of one batch. Whoever makes ``but`` goes on until that has ended."""
+        for direct in self.directly(of):
+            direct.interrupt(why)
         for call in self._chosen(of, None):
             if but is None or call is but or not but.is_part_of(call):
                 call.interrupt(why, self.patience)
 
     async def ended(self, of: Registration | None = None, *, but: ActiveCall | None = None) -> None:
         """Return once they have ended. ``but`` is not waited for, nor who makes it."""
-        while self._chosen(of, but):
+        while (asked := self._chosen(of, but)) or self.directly(of):
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
-            await waiter
+            # A thread that has ended its call tells nobody, so that nothing can interrupt its telling.
+            await asyncio.wait({waiter}, timeout=None if asked else _LOOK)
+
+    def add_direct(self, call: DirectTransfer) -> None:
+        """Add a call that its own thread makes, on that thread. It is forgotten once it is over."""
+        for old in tuple(self._direct):  # in one step, because other threads change it
+            if old.over:
+                self._direct.discard(old)
+        self._direct.add(call)
+
+    def directly(self, of: Registration | None = None) -> list[DirectTransfer]:
+        """The calls that other threads make now, of one batch or all."""
+        return [c for c in tuple(self._direct) if not c.over and (of is None or c.registration is of)]
 
     def calling_back(self) -> ActiveCall | None:
         """The call whose callback runs this code; None if there is none or it has ended."""

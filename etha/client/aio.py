@@ -30,6 +30,7 @@ from etha.bus.messages import (
     GetStatus,
     InitPair,
     LeavePair,
+    Moved,
     Offered,
     PairFormed,
     PairLost,
@@ -47,16 +48,17 @@ from etha.client.arguments.checks import (
 )
 from etha.client.arguments.world import RankInfo, check_takeover, device_of
 from etha.client.connection import AgentConnection
+from etha.client.direct import DirectTransfer
 from etha.client.future import TransferFuture
 from etha.client.manifest import PairDefaults, Runs, TensorManifest, build_manifest
 from etha.client.memory.base import Mark, StagedTensors
 from etha.client.memory.select import agent_of
-from etha.client.one_process import OfOneProcess
 from etha.client.publication import AsyncPublication, check_fan_out, check_max_rate, check_slots
 from etha.client.registration import Registration, check_options, register
 from etha.client.results import (
     AsyncPair,
     Offer,
+    OfOneProcess,
     OnCommit,
     OnError,
     OnProgress,
@@ -69,7 +71,7 @@ from etha.client.results import (
 from etha.client.snapshot import send_snapshot
 from etha.client.subscription import AsyncSubscription
 from etha.client.tasks import Deadline, Shield, on_loop, reminded
-from etha.client.transfer import check_call, transfer
+from etha.client.transfer import check_call, finish_direct, transfer
 from etha.config import CUDA_AGENT, LaunchEnv, Settings, check_name
 from etha.errors import AgentLostError, ConfigError, EthaError, RegistrationError, with_again, with_note
 from etha.memory.room import check_staging
@@ -443,16 +445,21 @@ class AsyncTensorBusClient(OfOneProcess):
         progress: OnProgress | None = None,
         on_error: OnError | None = None,
         expects: int | None = None,
+        direct: DirectTransfer | None = None,
     ) -> TransferResult | TransferFuture:
         seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
         mode = self._on_error if on_error is None else check_on_error(on_error)
-        self._check_open(registration)
-        check_call(registration, transfer_type, version, on_commit, progress, snapshot)
+        if direct is not None:
+            seconds = direct.left
+        else:
+            self._check_open(registration)
+            check_call(registration, transfer_type, version, on_commit, progress, snapshot)
         deadline = Deadline(seconds)
 
         async def move(call: ActiveCall, edition: str = "") -> TransferResult:
-            self._check_served(registration)
-            registration.check_stands()
+            if direct is None:
+                self._check_served(registration)
+                registration.check_stands()
             batch_id = registration.batch
             try:
                 with self._using(registration):
@@ -467,6 +474,7 @@ class AsyncTensorBusClient(OfOneProcess):
                         call=call,
                         edition=edition,
                         expects=expects,
+                        direct=direct,
                     )
             finally:
                 (self._torn.add if registration.torn else self._torn.discard)(batch_id)
@@ -476,9 +484,14 @@ class AsyncTensorBusClient(OfOneProcess):
         async def whole() -> TransferResult:
             with self._calls.begin(transfer_type, registration) as call:
                 call.blocks = blocks
+                if direct is not None and direct.why is not None:  # once the agent's answer is waited for
+                    asyncio.get_running_loop().call_soon(call.interrupt, direct.why, self._calls.patience)
                 if self._spans is not None:
                     call.trace_id = self._spans.trace_id()
-                return await move(call)
+                result = await move(call)
+            if blocks:
+                self._open_direct(registration, transfer_type)
+            return result
 
         async def seen(call: ActiveCall, edition: str) -> TransferResult:
             if self._spans is None:
@@ -499,6 +512,89 @@ class AsyncTensorBusClient(OfOneProcess):
                     send=seen,
                 )
         return await reported(mode, registration.pairs, transfer_type, whole)
+
+    def _open_direct(self, registration: Registration, verb: Literal["send", "recv"]) -> None:
+        """Let the next such call of a blocked thread ask the agent itself, because this one may be one of many."""
+        link = registration.connection.link
+        if link.wants_direct and self._spans is None and registration.moves_directly(verb) and not self._closed:
+            registration.connection.spawn(link.open_direct())
+
+    def direct_transfer(
+        self,
+        registration: Registration,
+        verb: Literal["send", "recv"],
+        mark: Mark,
+        run: Callable[[Coroutine[Any, Any, TransferResult]], TransferResult],
+        options: TransferOptions,
+    ) -> TransferResult | None:
+        """``transfer`` for another thread than the loop's, which is blocked until it returns and asks the agent itself.
+
+        None if the call needs the loop, and nothing was asked. ``run`` runs a coroutine on the loop for this thread.
+        """
+        connection, link = registration.connection.link.direct, registration.connection.link
+        version, timeout = options.get("version"), options.get("timeout")
+        if connection is None or self._spans is not None or self._on_error != "raise" or mark.handle or mark.failed:
+            return None
+        if any(value is not None for name, value in options.items() if name not in ("version", "timeout")):
+            return None
+        try:
+            check_call(registration, verb, version, None, None, False)
+            seconds = self._timeout if timeout is None else check_timeout(timeout, "timeout")
+        except ConfigError:
+            return None  # the usual way raises it
+        call = DirectTransfer(registration, verb, version, seconds)
+
+        def finish(moved: Moved) -> TransferResult:
+            result = finish_direct(call, moved)
+            self._torn.discard(registration.batch)
+            self._seqs[registration.batch] = max(self._seqs.get(registration.batch, 0), moved.seq)
+            return result
+
+        async def go_on(interrupted: bool) -> TransferResult:
+            task = asyncio.current_task()
+            if interrupted and task is not None:
+                task.cancel()
+            moved = await self._transfer(registration, verb, Mark(), False, True, version=version, direct=call)
+            assert isinstance(moved, TransferResult)
+            return moved
+
+        def hand_over(error: BaseException | None) -> TransferResult:
+            call.handed = True
+            try:
+                result = run(go_on(error is not None))
+            except BaseException:
+                if error is None:
+                    raise
+                raise error from None
+            if error is not None:
+                raise error
+            return result
+
+        self._calls.add_direct(call)
+        # Looked at after that, because who closes the client or the batch does so before it looks for calls.
+        usable = not (self._closed or registration.torn) and registration.open and registration.lost() is None
+        if not usable or link is not getattr(self._connection, "link", None) or link.lost.done():
+            call.over = True
+            return None
+        if registration.connection.collapser.working or not registration.moves_directly(verb):
+            call.over = True
+            return None
+        try:
+            registration.check_unmoved()
+        except RegistrationError:
+            call.over = True
+            return None
+        try:
+            return call.run(connection, finish, hand_over)
+        finally:
+            if registration.lost() is not None or not registration.open:
+                self._forget_soon(registration)
+
+    def _forget_soon(self, registration: Registration) -> None:
+        """``_look_after`` from another thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._look_after, registration)
 
     @contextmanager
     def _using(self, registration: Registration) -> Iterator[None]:
@@ -1102,7 +1198,7 @@ class AsyncTensorBusClient(OfOneProcess):
         A GPU's memory stays until the handle or the client is closed. Agents of other GPUs may have it open slightly
         longer than this one, and freeing it meanwhile is undefined.
         """
-        if registration.connection.home.lends:
+        if registration.connection.home.lends or self._calls.directly(registration):
             return
         registration.let_go()
         if registration.lost() is not None and not (registration.calls or registration.released or self._closed):
@@ -1110,7 +1206,7 @@ class AsyncTensorBusClient(OfOneProcess):
 
     async def _retire(self, registration: Registration) -> None:
         """Leave a batch whose pair is lost. Nobody needs the agent's answer."""
-        if not registration.calls:
+        if not registration.calls and not self._calls.directly(registration):
             with suppress(EthaError):
                 await self._end_batch(registration)
                 await self._release(registration)
@@ -1193,6 +1289,16 @@ class AsyncBatchHandle(OfOneProcess):
     def mark(self) -> Mark:
         """The work that the calling thread has queued on this batch's device."""
         return self._client.mark_of(self._registration)
+
+    def direct_transfer(
+        self,
+        mark: Mark,
+        transfer_type: Literal["send", "recv"],
+        run: Callable[[Coroutine[Any, Any, TransferResult]], TransferResult],
+        options: TransferOptions,
+    ) -> TransferResult | None:
+        """``transfer_after`` without the loop, as far as that is possible; see the client's."""
+        return self._client.direct_transfer(self._registration, transfer_type, mark, run, options)
 
     def transfer_after(
         self,

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 from etha.bus.process import check_not_forked
 from etha.client.loop_end import LoopEnd
-from etha.client.one_process import OfOneProcess
-from etha.client.results import TransferResult
+from etha.client.results import OfOneProcess, TransferResult
 from etha.client.tasks import error_of
 from etha.errors import AgentLostError, ConfigError
 from etha.interruptible import settled

@@ -37,8 +37,7 @@ from etha.client.arguments.world import RankInfo
 from etha.client.connection import AgentConnection
 from etha.client.manifest import Item, TensorManifest
 from etha.client.memory.base import Mark, TensorMemory
-from etha.client.one_process import OfOneProcess
-from etha.client.results import Version
+from etha.client.results import OfOneProcess, Version
 from etha.client.tasks import Deadline, Shield, on_loop
 from etha.config import MAX_WORLD
 from etha.errors import AGAIN, AgentLostError, ConfigError, TransferTimeoutError

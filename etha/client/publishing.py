@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any, Generic, Self
 
 from etha.client.loop_thread import in_own_thread
-from etha.client.one_process import OfOneProcess
 from etha.client.publication import AsyncPublication, PublishedVersion, SubscriberState
-from etha.client.results import OnCommit, OnProgress, Version
+from etha.client.results import OfOneProcess, OnCommit, OnProgress, Version
 from etha.client.subscription import AsyncSubscription, AsyncVersions, Taken, Update
 
 #: Runs a coroutine on the clients' loop thread and waits for it.

@@ -73,6 +73,8 @@ class Registration:
     open: bool = True
     #: Calls of this worker that have not ended, including offered snapshots.
     calls: int = 0
+    #: Whether a blocked thread may ask the agent itself: not once the agent had to say more to it than the answer.
+    direct: bool = True
     #: Why nobody can transfer it although its pairs are formed: a rank cannot take part.
     forsaken: PeerLostError | None = None
     #: Whether the agent knows that this worker is done with the batch, or will learn it from the next registration.
@@ -117,6 +119,11 @@ class Registration:
         """Whether bytes are written into the tensors as they arrive, so that a failure may leave them half-written."""
         staged = zip(self.locals, self.source.tensors, strict=True)
         return not self.atomic and any(stage is None and local.numel() > 0 for local, stage in staged)
+
+    def moves_directly(self, verb: Literal["send", "recv"]) -> bool:
+        """Whether its transfers stage nothing in this process, so that a call needs only the agent's answer."""
+        aside = self.shadowed and verb == "recv"
+        return self.direct and not aside and self.shadows is None and not self.source.serves
 
     def check_backed(self, stage: StagedTensors, *, committed: bool) -> None:
         """RegistrationError that names every tensor of ``stage`` whose own memory was taken away."""

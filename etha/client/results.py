@@ -1,4 +1,4 @@
-"""Arguments and results of a client's calls.
+"""Arguments and results of a client's calls. All of them belong to the process that made the client.
 
 With ``on_error="report"`` a failed transfer is a result with an error, and the transfers after it are skipped. So a
 training loop needs no error handling around each transfer: it continues, and forms the pair again at a convenient point
@@ -12,15 +12,23 @@ import os
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypedDict, cast
+from typing import Any, Literal, NoReturn, Self, TypedDict, cast
 
 from etha.bus.process import check_not_forked
 from etha.client.arguments.checks import shown
-from etha.client.one_process import OfOneProcess
 from etha.errors import AgentLostError, AgentUnavailableError, ConfigError, EthaError, PeerLostError, TransferError
 from etha.phases import NO_PHASES, Phases
 
 Version = int | str | None
+
+
+class OfOneProcess:
+    """An object that no other process can use, because the client's connection, threads and event loop stay behind."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be pickled: make a client in the process that uses it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

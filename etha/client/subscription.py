@@ -37,10 +37,9 @@ from etha.client.connection import AgentConnection
 from etha.client.manifest import PairDefaults, TensorManifest
 from etha.client.memory.base import StagedTensors
 from etha.client.memory.segments import SegmentUse
-from etha.client.one_process import OfOneProcess
 from etha.client.publication import Lost, Slots, entries_of, give_segments
 from etha.client.registration import Registration
-from etha.client.results import AsyncPair, OnCommit, OnProgress, TransferResult, Version
+from etha.client.results import AsyncPair, OfOneProcess, OnCommit, OnProgress, TransferResult, Version
 from etha.client.tasks import Deadline, Shield, on_loop
 from etha.errors import (
     AgentLostError,

@@ -27,12 +27,12 @@ from etha.client.future import TransferFuture
 from etha.client.loop_thread import LoopMembership, LoopThread, in_own_thread, quick_switches
 from etha.client.manifest import Runs
 from etha.client.memory.base import Mark
-from etha.client.one_process import OfOneProcess
 from etha.client.publishing import Publication, Run, Subscription
 from etha.client.results import (
     AsyncLossEvent,
     AsyncPair,
     Offer,
+    OfOneProcess,
     OnCommit,
     OnError,
     OnProgress,
@@ -409,6 +409,12 @@ class TensorBusClient(OfOneProcess):
             options["on_commit"] = in_own_thread(on_commit)
         # On this thread, because the transfer comes after the work of the caller's current stream.
         mark = Mark() if self._closed else inner.mark()
+        if blocking and not snapshot and not self._closed:
+            entered = self._enter()
+            with quick_switches():
+                found = inner.direct_transfer(mark, verb, entered.call, options)
+            if found is not None:
+                return found
         work = inner.transfer_after(mark, verb, snapshot=snapshot, blocks=blocking and not snapshot, **options)
         if snapshot or blocking:
             with quick_switches():

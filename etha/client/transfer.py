@@ -24,6 +24,7 @@ from etha.bus.link import Answer
 from etha.bus.messages import ExchangeSegments, Moved, Progress, Transfer
 from etha.client.active_calls import ActiveCall, callback_of
 from etha.client.arguments.checks import check_callback, check_flag, check_version, shown
+from etha.client.direct import DirectTransfer
 from etha.client.memory.base import Mark, StagedTensors
 from etha.client.memory.exchange import PageExchange
 from etha.client.own_moves import OwnMoves
@@ -85,13 +86,17 @@ async def transfer(
     call: ActiveCall,
     edition: str = "",
     expects: int | None = None,
+    direct: DirectTransfer | None = None,
 ) -> TransferResult:
     """Move the batch once; see ``AsyncTensorBusClient.transfer``. ``check_call`` has checked the arguments.
 
     ``mark``: the device work that must come before the call. ``edition``: the snapshot that is sent; the tensors are
-    not touched (``client.snapshot``). ``expects``: receive only what is sent under this version.
+    not touched (``client.snapshot``). ``expects``: receive only what is sent under this version. ``direct``: the call's
+    thread has asked the agent already.
     """
     deadline = Deadline(timeout)
+    if direct is not None:
+        return await _once(registration, verb, version, on_commit, deadline, progress, mark, call, direct=direct)
     if edition:
         return await _once(registration, verb, version, on_commit, deadline, progress, Mark(), call, edition)
     check_state(registration, verb)
@@ -216,9 +221,10 @@ async def _once(
     call: ActiveCall,
     edition: str = "",
     expects: int | None = None,
+    direct: DirectTransfer | None = None,
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
-    word = page.open()
+    word = page.open() if direct is None else direct.word
     confirmed: list[Answer | None] = []
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left
@@ -262,15 +268,25 @@ async def _once(
         collapser = registration.connection.collapser
         pages = collapser.transferring() if collapser.working else nullcontext()
         with call.asking(link), registration.connection.advice(), pages:
-            moved = await link.request(
-                message,
-                timeout=timeout,
-                on_push=pushed,
-                on_timeout=late,
-                on_cancel=confirmed.append,
-                patient=True,  # until the agent has stopped using the tensors
-                tag=call,
-            )
+            if direct is not None and direct.request is not None:
+                moved = await link.adopt(
+                    direct.request,
+                    timeout=timeout,
+                    on_push=pushed,
+                    on_timeout=late,
+                    on_cancel=confirmed.append,
+                    tag=call,
+                )
+            else:
+                moved = await link.request(
+                    message,
+                    timeout=timeout,
+                    on_push=pushed,
+                    on_timeout=late,
+                    on_cancel=confirmed.append,
+                    patient=True,  # until the agent has stopped using the tensors
+                    tag=call,
+                )
     except asyncio.CancelledError as cancelled:
         answer = confirmed[0] if confirmed else None
         if not isinstance(answer, Reply):
@@ -322,6 +338,20 @@ async def _once(
             log.error("batch %s: on_commit failed, too", registration.batch, exc_info=failed)
         failed = error
     shield.release(failed or progress.stop)
+    bytes_swapped = sum(registration.locals[i].nbytes for i in swapped)
+    return _result(verb, moved, bytes_swapped, asked - deadline.begun, time.monotonic() - answered)
+
+
+def finish_direct(direct: DirectTransfer, moved: Moved) -> TransferResult:
+    """Record what the agent has moved for a call of another thread, on that thread: no tensor of it is staged."""
+    answered = time.monotonic()
+    _take_over(direct.registration, direct.verb, moved, direct.registration.stage)
+    return _result(direct.verb, moved, 0, direct.asked - direct.begun, time.monotonic() - answered)
+
+
+def _result(
+    verb: Literal["send", "recv"], moved: Moved, swapped: int, copy_in: float, copy_out: float
+) -> TransferResult:
     return TransferResult(
         seq=moved.seq,
         version=moved.version,
@@ -330,8 +360,8 @@ async def _once(
         direction=verb,
         peers=moved.peers,
         peak_staging=moved.peak_staging,
-        swapped=sum(registration.locals[i].nbytes for i in swapped),
-        phases=replace(moved.phases, copy_in=asked - deadline.begun, copy_out=time.monotonic() - answered),
+        swapped=swapped,
+        phases=replace(moved.phases, copy_in=copy_in, copy_out=copy_out),
     )
 
 

@@ -957,6 +957,7 @@ void etha_kick(etha_progress_args *a) {
 
 #include "streams.c"
 #include "pull.c"
+#include "direct.c"
 #include "worker_stream.c"
 #include "difference.c"
 #include "tiles.c"

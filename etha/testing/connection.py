@@ -50,6 +50,9 @@ from etha.version import __version__
 class _Link(AgentLink):
     """A session in which ``Bus`` answers at once."""
 
+    #: There is no agent whom a thread could ask.
+    direct, wants_direct = None, False
+
     def __init__(self, bus: Bus, on_push: Callable[[Any], None], device: str) -> None:
         self._bus, self.on_push = bus, on_push
         self.welcome = WorkerWelcome(

@@ -1,0 +1,141 @@
+"""A blocking transfer whose own thread asks the agent, over a direct connection.
+
+    lend memory -> ask --Moved--> take the memory back, record the version -> result
+                     |
+                     +--a signal, a deadline, an error, a push, the end of the connection, ``close``-->
+                        the event loop goes on with the call (``client.transfer``), and the thread waits for that
+
+So an event loop decides all that is not usual, and the usual call has one change of threads there and one back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from etha.bus.codec import Envelope, Malformed, Push, Reply, Request
+from etha.bus.direct import DirectConnection
+from etha.bus.link import DirectRequest
+from etha.bus.messages import Moved, Transfer
+from etha.client.registration import Registration
+from etha.client.results import TransferResult, Version
+from etha.native.direct import Exchanged
+
+#: Seconds after which a signal is noticed at the latest that comes right before a wait, or to another thread.
+_SLICE = 0.1
+
+
+class DirectTransfer:
+    """One call. ``begun`` and ``asked``: when it began and when the agent was asked, on the monotonic clock. ``why``:
+    why it has to end; None if it need not."""
+
+    def __init__(
+        self, registration: Registration, verb: Literal["send", "recv"], version: Version, seconds: float
+    ) -> None:
+        self.registration, self.verb, self.version = registration, verb, version
+        self.begun = self.asked = time.monotonic()
+        self._until = self.begun + seconds
+        self.word = 0
+        self.why: str | None = None
+        #: Whether the event loop goes on with the call; whether the call has ended and nothing of it is under way.
+        self.handed = self.over = False
+        self.request: DirectRequest | None = None
+
+    @property
+    def left(self) -> float:
+        """Seconds to the deadline, 0 or more; ``math.inf`` without one."""
+        return max(0.0, self._until - time.monotonic())
+
+    def interrupt(self, why: str) -> None:
+        """Have the event loop end the call. On the loop's thread; the call's thread hears of it at once."""
+        self.why = self.why or why
+        if self.request is not None and not self.over:
+            self.request.connection.wake()
+
+    def run(
+        self,
+        connection: DirectConnection,
+        finish: Callable[[Moved], TransferResult],
+        hand_over: Callable[[BaseException | None], TransferResult],
+    ) -> TransferResult | None:
+        """Make the call. None if it cannot be made in this way, and nothing was asked.
+
+        ``finish`` records what was moved. ``hand_over`` has the event loop go on with the call, which an exception may
+        have interrupted, which it raises then.
+        """
+        lock, mine = connection.lock, False
+        try:
+            if not lock.acquire(blocking=False) or connection.busy:
+                return None
+            mine = connection.busy = True
+            return self._run(connection, finish, hand_over)
+        finally:
+            # No call before these stores, because a signal could raise an exception there.
+            self.over = True
+            if mine:
+                connection.busy = False
+            try:  # noqa: SIM105 - contextlib.suppress would be called first
+                lock.release()
+            except RuntimeError:
+                pass  # another thread holds it
+            if connection.retired:
+                connection.retire()
+
+    def _run(
+        self,
+        connection: DirectConnection,
+        finish: Callable[[Moved], TransferResult],
+        hand_over: Callable[[BaseException | None], TransferResult],
+    ) -> TransferResult | None:
+        link, page, asked = self.registration.connection.link, self.registration.connection.page, False
+        try:
+            if connection.retired or connection.closed or self.why is not None:
+                return None
+            self.request = link.begin_direct(connection)
+            self.word = page.open()
+            connection.begin(self._message(self.request.id))
+            asked = True
+            moved = self._answer(connection)
+            if moved is not None:
+                page.revoke(self.word)
+                return finish(moved)
+            return hand_over(None) if connection.begun else None
+        except BaseException as error:
+            if asked and connection.begun and not self.handed:
+                return hand_over(error)
+            raise
+        finally:  # all of it is idempotent: the event loop may have done it
+            if self.word:
+                page.revoke(self.word)
+            if self.request is not None:
+                link.end_direct(self.request)
+
+    def _message(self, id: int) -> Request:
+        message = Transfer(
+            batch=self.registration.batch,
+            epoch=self.registration.pair.epoch,
+            verb=self.verb,
+            version=self.version,
+            slot=self.word,
+            progress=False,
+            blocks=True,
+        )
+        left = self.left
+        return Request(id, None if left == float("inf") else left, message)
+
+    def _answer(self, connection: DirectConnection) -> Moved | None:
+        """The usual answer; None if something else has happened."""
+        request = self.request
+        assert request is not None
+        self.asked = time.monotonic()
+        answer: Envelope | Malformed | None = None
+        while self.why is None and not request.kept and answer is None and (left := self.left) > 0:
+            if connection.exchange(min(left, _SLICE)) is Exchanged.ENDED:
+                return None
+            answer = connection.peek()
+        if isinstance(answer, Reply) and answer.id == request.id and isinstance(answer.message, Moved):
+            return answer.message
+        if request.kept or isinstance(answer, Push):
+            self.registration.direct = False
+        return None
