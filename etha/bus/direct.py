@@ -18,8 +18,9 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from etha.bus.codec import Envelope, Failure, Malformed, Request, decode, encode
+from etha.bus.codec import Envelope, Failure, Malformed, Push, Request, decode, encode
 from etha.bus.handshake import HandshakeDone, JoinSession
 from etha.bus.process import Credentials
 from etha.bus.zmtp import NotZmtp, Parser, frame, frame_at, opening
@@ -44,8 +45,8 @@ class DirectConnection:
         self.busy = self.closed = self.retired = False
         self._connection, self._library = connection, library
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._struct = DirectStruct(fd=connection.fileno(), wake=self._wake)
-        self._out = b""
+        self._struct = DirectStruct(fd=connection.fileno(), wake=self._wake, also=-1)
+        self._out, self._said = b"", False
         self._read = self._next = 0
         self._resize(_ROOM)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,21 +91,28 @@ class DirectConnection:
 
     def begin(self, request: Request) -> None:
         """Set the request that the next ``exchange`` sends. Nothing of an earlier one may be under way."""
-        self._out = frame(encode(request))
-        self._read = 0
-        struct = self._struct
-        struct.got = struct.sent = 0
-        struct.out = ctypes.cast(ctypes.c_char_p(self._out), ctypes.c_void_p)
-        struct.out_bytes = len(self._out)
+        self._read, self._struct.got, self._said = 0, 0, False
+        self._send(frame(encode(request)))
+
+    def say(self, message: Any) -> None:
+        """Have the next ``exchange`` send what needs no answer, too."""
+        self._said = self.begun
+        self._send(self._out[self._struct.sent :] + frame(encode(Push(0, message))))
+
+    def _send(self, data: bytes) -> None:
+        self._out, self._struct.sent = data, 0
+        self._struct.out = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p)
+        self._struct.out_bytes = len(data)
 
     @property
     def begun(self) -> bool:
         """Whether anything of the request was sent."""
-        return bool(self._struct.sent)
+        return self._said or bool(self._struct.sent)
 
-    def exchange(self, seconds: float) -> Exchanged:
-        """Send what is left to send, then wait for bytes, at most ``seconds`` and, at a signal, less."""
-        self._struct.slice_ms = max(0, min(1 << 30, int(seconds * 1000 + 0.999)))
+    def exchange(self, seconds: float, also: int = -1) -> Exchanged:
+        """Send what is left to send, then wait for bytes, at most ``seconds`` and, at a signal, less. WOKEN: also when
+        the descriptor ``also`` is readable."""
+        self._struct.slice_ms, self._struct.also = max(0, min(1 << 30, int(seconds * 1000 + 0.999))), also
         result = self._library.exchange(self._struct)
         if result is Exchanged.WOKEN:
             with contextlib.suppress(BlockingIOError):

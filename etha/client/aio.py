@@ -11,7 +11,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
@@ -573,20 +573,20 @@ class AsyncTensorBusClient(OfOneProcess):
         self._calls.add_direct(call)
         # Looked at after that, because who closes the client or the batch does so before it looks for calls.
         usable = not (self._closed or registration.torn) and registration.open and registration.lost() is None
-        if not usable or link is not getattr(self._connection, "link", None) or link.lost.done():
-            call.over = True
-            return None
-        if registration.connection.collapser.working or not registration.moves_directly(verb):
-            call.over = True
-            return None
+        collapser = registration.connection.collapser
         try:
+            served = not link.lost.done() and registration.connection is self._connection
+            if not (usable and served and registration.moves_directly(verb)):
+                return None
             registration.check_unmoved()
+            with collapser.transferring() if collapser.working else nullcontext():
+                return call.run(connection, finish, hand_over)
         except RegistrationError:
-            call.over = True
-            return None
-        try:
-            return call.run(connection, finish, hand_over)
+            if call.word:
+                raise
+            return None  # the tensors have moved, which the usual way says
         finally:
+            call.over = True
             if registration.lost() is not None or not registration.open:
                 self._forget_soon(registration)
 

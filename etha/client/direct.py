@@ -14,16 +14,14 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from etha.bus.codec import Envelope, Malformed, Push, Reply, Request
+from etha.bus.codec import Push, Reply, Request
 from etha.bus.direct import DirectConnection
 from etha.bus.link import DirectRequest
-from etha.bus.messages import Moved, Transfer
+from etha.bus.messages import Moved, Pull, Transfer
+from etha.client.own_moves import PROGRESS_EVERY, CallPull
 from etha.client.registration import Registration
 from etha.client.results import TransferResult, Version
 from etha.native.direct import Exchanged
-
-#: Seconds after which a signal is noticed at the latest that comes right before a wait, or to another thread.
-_SLICE = 0.1
 
 
 class DirectTransfer:
@@ -41,6 +39,8 @@ class DirectTransfer:
         #: Whether the event loop goes on with the call; whether the call has ended and nothing of it is under way.
         self.handed = self.over = False
         self.request: DirectRequest | None = None
+        #: What this call copies from other workers now.
+        self.pull: CallPull | None = None
 
     @property
     def left(self) -> float:
@@ -106,6 +106,9 @@ class DirectTransfer:
                 return hand_over(error)
             raise
         finally:  # all of it is idempotent: the event loop may have done it
+            if self.pull is not None:
+                self.pull.stop()
+                self.pull.finish()
             if self.word:
                 page.revoke(self.word)
             if self.request is not None:
@@ -129,13 +132,30 @@ class DirectTransfer:
         request = self.request
         assert request is not None
         self.asked = time.monotonic()
-        answer: Envelope | Malformed | None = None
-        while self.why is None and not request.kept and answer is None and (left := self.left) > 0:
-            if connection.exchange(min(left, _SLICE)) is Exchanged.ENDED:
+        while self.why is None and not request.kept and (left := self.left) > 0:
+            exchanged = connection.exchange(min(left, PROGRESS_EVERY), -1 if self.pull is None else self.pull.end_fd)
+            if exchanged is Exchanged.ENDED:
                 return None
+            if self.pull is not None and (self.pull.over or exchanged is Exchanged.SLICE_OVER):
+                self._report(connection, self.pull)
             answer = connection.peek()
-        if isinstance(answer, Reply) and answer.id == request.id and isinstance(answer.message, Moved):
-            return answer.message
-        if request.kept or isinstance(answer, Push):
-            self.registration.direct = False
+            if isinstance(answer, Push) and answer.id == request.id and isinstance(answer.message, Pull):
+                connection.take()
+                self.pull = CallPull(self.registration, answer.message)
+                self.pull.start()  # once it can be found, because it must be ended after an interrupt, too
+                if self.pull.over:
+                    self._report(connection, self.pull)
+            elif isinstance(answer, Reply) and answer.id == request.id and isinstance(answer.message, Moved):
+                return answer.message
+            elif answer is not None:
+                self.registration.direct = not isinstance(answer, Push)
+                return None
+        self.registration.direct = not request.kept
         return None
+
+    def _report(self, connection: DirectConnection, pull: CallPull) -> None:
+        if not pull.over:
+            return connection.say(pull.report())
+        ended = pull.finish()
+        self.pull = None
+        connection.say(ended)

@@ -10,11 +10,8 @@ import errno
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +30,7 @@ from etha.observe import trace
 log = logging.getLogger(__name__)
 
 #: Seconds between two reports of progress.
-_PROGRESS_EVERY = 0.1
+PROGRESS_EVERY = 0.1
 
 
 class OwnMoves:
@@ -41,7 +38,7 @@ class OwnMoves:
 
     def __init__(self, registration: Registration, link: AgentLink, verb: Literal["send", "recv"]) -> None:
         self._registration, self._link, self._verb = registration, link, verb
-        self._moves: list[CallPull | CallStream] = []
+        self._moves: list[FollowedPull | CallStream] = []
 
     @property
     def running(self) -> bool:
@@ -51,16 +48,19 @@ class OwnMoves:
     def begin(self, message: Any) -> None:
         """Begin what the agent asks for. Returns at once; the agent hears of the end."""
         if isinstance(message, Pull):
-            self._begin(lambda: CallPull(self._registration, message, self._link.tell))
+            pull = CallPull(self._registration, message)
+            pull.start()
+            self.follow(pull)
         elif isinstance(message, Handed) and isinstance(message.message, MoveStream):
-            self._begin(
-                lambda: CallStream(self._registration, message.message, message.fds, self._verb, self._link.tell)
-            )
+            self._add(CallStream(self._registration, message.message, message.fds, self._verb, self._link.tell))
         elif isinstance(message, MoveStream):  # this process has no room for its descriptors
             self._link.tell(_streamed(self._registration, message, error=AccessError("no descriptors are left")))
 
-    def _begin(self, make: Callable[[], CallPull | CallStream]) -> None:
-        move = make()
+    def follow(self, pull: CallPull) -> None:
+        """Hear the end of a pull that has begun."""
+        self._add(FollowedPull(pull, self._link.tell))
+
+    def _add(self, move: FollowedPull | CallStream) -> None:
         if not move.over.done():
             self._moves.append(move)
 
@@ -82,24 +82,37 @@ def _spans(registration: Registration) -> IoVec:
 
 
 class CallPull:
-    """Copies from other workers' memory. ``over`` ends with them; at once if there is nothing to copy."""
+    """Copies from other workers' memory, of a call of any thread. After ``start``, also an interrupted one, ``finish``
+    must follow, because threads write into the tensors until then."""
 
-    def __init__(self, registration: Registration, request: Pull, report: Report) -> None:
-        self._registration, self._seq, self._report = registration, request.seq, report
-        self._loop = asyncio.get_running_loop()
-        self.over: asyncio.Future[None] = self._loop.create_future()
+    def __init__(self, registration: Registration, request: Pull) -> None:
+        self._registration, self._request = registration, request
+        self._run: PullRun | None = None
+        self._failed: ReachError | None = None
+        self._begun = time.monotonic_ns()
+
+    def start(self) -> None:
+        """Begin. It is over at once if it cannot, which ``finish`` says."""
         try:
-            table = self._table(request)
+            self._run = PullRun(self._table(self._request), self._request.threads)
+            self._run.start()
         except (ReachError, ValueError) as error:
-            self.over.set_result(None)
-            return self._tell(0, ReachError(str(error)), over=True)
-        self._pull = PullRun(table, request.threads)
-        threading.Thread(target=self._work, name=f"etha-pull-{registration.batch}", daemon=True).start()
-        self._timer = self._loop.call_later(_PROGRESS_EVERY, self._tick)
+            self._failed = error if isinstance(error, AccessError) else ReachError(str(error))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is being copied any more."""
+        return self._run is None or self._run.over
+
+    @property
+    def end_fd(self) -> int:
+        """Readable once it is over; -1 if it could not begin."""
+        return -1 if self._run is None else self._run.end_fd
 
     def stop(self) -> None:
         """End soon. Idempotent."""
-        self._pull.stop()
+        if self._run is not None:
+            self._run.stop()
 
     def _table(self, request: Pull) -> PullTable:
         tables = self._registration.pull_tables
@@ -111,47 +124,67 @@ class CallPull:
             raise ValueError(f"the agent has not sent table {request.table} of this batch: please report it")
         return tables[request.table]
 
-    def _work(self) -> None:
-        """On a thread of its own, because the executor's few threads may be waiting."""
-        failed: ReachError | None = None
-        tracer, begun = trace.active, time.monotonic_ns()
-        try:
-            self._pull.run()
-        except ReachError as error:
-            failed = error
-        except Exception as error:  # a fault of ours must not leave the transfer waiting
-            log.exception("batch %s: copies of this worker failed", self._registration.batch)
-            failed = ReachError(f"the worker's own copies failed, a bug of Etha: {error!r}")
-        if tracer is not None:
-            about = {"name": "copy", "batch": self._registration.batch, "seq": self._seq}
-            tracer.piece("own copies", begun, about, 0, self._pull.done, failed)
-        with suppress(RuntimeError):  # the loop was closed
-            self._loop.call_soon_threadsafe(partial(self._ended, failed))
+    def finish(self) -> Pulled:
+        """Wait until it has ended, and what the agent is told of that. Once."""
+        failed, run = self._failed, self._run
+        if run is not None and failed is None:
+            try:
+                run.finish()
+            except ReachError as error:
+                failed = error
+            except Exception as error:  # a fault of ours must not leave the transfer waiting
+                log.exception("batch %s: copies of this worker failed", self._registration.batch)
+                failed = ReachError(f"the worker's own copies failed, a bug of Etha: {error!r}")
+            if (tracer := trace.active) is not None:
+                about = {"name": "copy", "batch": self._registration.batch, "seq": self._request.seq}
+                tracer.piece("own copies", self._begun, about, 0, run.done, failed)
+        return self.report(failed, over=True)
 
-    def _ended(self, failed: ReachError | None) -> None:
-        self._timer.cancel()
+    def report(self, error: ReachError | None = None, *, over: bool = False) -> Pulled:
+        """How far it has come."""
+        return Pulled(
+            batch=self._registration.batch,
+            epoch=self._registration.pair.epoch,
+            seq=self._request.seq,
+            done=0 if self._run is None else self._run.done,
+            over=over,
+            kind="" if error is None else error.kind,
+            text="" if error is None else str(error)[:2000],
+            pid=0 if error is None else error.pid or 0,
+            address=error.address if isinstance(error, FaultError) else 0,
+        )
+
+
+class FollowedPull:
+    """A pull whose end the event loop hears. ``over`` ends with it."""
+
+    def __init__(self, pull: CallPull, report: Report) -> None:
+        self._pull, self._report = pull, report
+        self._loop = asyncio.get_running_loop()
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._timer: asyncio.TimerHandle | None = None
+        if pull.over:  # also one that another thread has followed so far
+            self._ended()
+        else:
+            self._loop.add_reader(pull.end_fd, self._ended)
+            self._timer = self._loop.call_later(PROGRESS_EVERY, self._tick)
+
+    def stop(self) -> None:
+        """End soon. Idempotent."""
+        if not self.over.done():
+            self._pull.stop()
+
+    def _ended(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._loop.remove_reader(self._pull.end_fd)
         self.over.set_result(None)
-        self._tell(self._pull.done, failed, over=True)
+        self._report(self._pull.finish())
 
     def _tick(self) -> None:
         if not self.over.done():
-            self._tell(self._pull.done, None, over=False)
-            self._timer = self._loop.call_later(_PROGRESS_EVERY, self._tick)
-
-    def _tell(self, done: int, error: ReachError | None, *, over: bool) -> None:
-        self._report(
-            Pulled(
-                batch=self._registration.batch,
-                epoch=self._registration.pair.epoch,
-                seq=self._seq,
-                done=done,
-                over=over,
-                kind="" if error is None else error.kind,
-                text="" if error is None else str(error)[:2000],
-                pid=0 if error is None else error.pid or 0,
-                address=error.address if isinstance(error, FaultError) else 0,
-            )
-        )
+            self._report(self._pull.report())
+            self._timer = self._loop.call_later(PROGRESS_EVERY, self._tick)
 
 
 class CallStream:
@@ -172,7 +205,7 @@ class CallStream:
             return report(_streamed(registration, request, error=kind(str(error))))
         self._begun = time.monotonic_ns()
         self._loop.add_reader(self._stream.end_fd, self._ended)
-        self._timer = self._loop.call_later(_PROGRESS_EVERY, self._tick)
+        self._timer = self._loop.call_later(PROGRESS_EVERY, self._tick)
 
     def _started(self, fds: tuple[int, ...], verb: str) -> StreamRun:
         conn: socket.socket | None = None
@@ -227,7 +260,7 @@ class CallStream:
     def _tick(self) -> None:
         if not self.over.done():
             self._report(_streamed(self._registration, self._request, done=self._stream.done))
-            self._timer = self._loop.call_later(_PROGRESS_EVERY, self._tick)
+            self._timer = self._loop.call_later(PROGRESS_EVERY, self._tick)
 
 
 def _streamed(

@@ -230,6 +230,10 @@ async def _once(
     timeout = deadline.left
 
     own: list[OwnMoves] = []  # none, or one: few calls move something themselves
+    if direct is not None and direct.pull is not None:
+        own.append(OwnMoves(registration, link, verb))
+        own[0].follow(direct.pull)
+        direct.pull = None
 
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):

@@ -106,52 +106,84 @@ def load_pull() -> PullLibrary | None:
 
 
 class PullRun:
-    """One run of a table on ``threads`` threads. ``run`` blocks; ``stop`` may be called from any thread at any time."""
+    """One run of a table on ``threads`` threads: ``start``, then ``finish`` when it is ``over`` or sooner.
+
+    ``end_fd`` becomes readable when nothing is being copied any more. No thread of it takes the interpreter's lock,
+    unless there is no compiled library.
+    """
+
+    end_fd = -1
 
     def __init__(self, table: PullTable, threads: int) -> None:
         from etha.native.pull import PullStruct
 
         self._table, self._threads = table, max(1, min(threads, MAX_THREADS))
         self._struct = PullStruct(threads=self._threads)
+        self._memories: list[ProcessMemory] = []
+        self._pids: npt.NDArray[np.int32] | None = None
+        self._python: threading.Thread | None = None
+        self._failed: Exception | None = None
 
     @property
     def done(self) -> int:
         """Bytes that have been copied."""
         return int(self._struct.done)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is being copied any more."""
+        return bool(self._struct.running == 0)
+
     def stop(self) -> None:
-        """Make ``run`` return after the chunks that are being copied. Idempotent."""
+        """End after the chunks that are being copied. Idempotent, from any thread."""
         self._struct.stop = 1
 
-    def run(self) -> None:
-        """Copy. Returns when nothing is being copied any more; raises the ReachError of the first copy that failed.
-
-        AccessError, before anything is copied, if a process cannot be found under its number here.
-        """
-        memories = _open(self._table.processes)
-        try:
-            library = load_pull()
-            if library is None:
-                self._run_python(memories)
-            else:
-                self._run_compiled(library, memories)
-        finally:
-            for memory in memories:
-                memory.close()
-
-    def _run_compiled(self, library: PullLibrary, memories: list[ProcessMemory]) -> None:
+    def start(self) -> None:
+        """Begin. AccessError, before anything is copied, if a process cannot be found under its number here."""
         table, struct = self._table, self._struct
-        pids = np.array([memory.pid for memory in memories], np.int32)[table.process]
+        self._memories = _open(table.processes)
+        self.end_fd = struct.ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pids = np.array([memory.pid for memory in self._memories], np.int32)[table.process]
         struct.local, struct.remote = table.local.ctypes.data, table.remote.ctypes.data
         struct.local_ends, struct.remote_ends = table.local_ends.ctypes.data, table.remote_ends.ctypes.data
-        struct.pids, struct.chunks = pids.ctypes.data, len(table.process)
-        library.run(struct)
-        if struct.error:
-            memory = next(memory for memory in memories if memory.pid == struct.pid)
-            raise self._found(memory.error(struct.error, struct.address))
-        # A number is given again only after its process has ended, and a process that lives still has not.
-        if dead := [memory.pid for memory in memories if not memory.alive()]:
-            raise self._found(WorkerGoneError(f"worker process {dead[0]} has died", pid=dead[0]))
+        struct.pids, struct.chunks = self._pids.ctypes.data, len(table.process)
+        library = load_pull()
+        if library is None or not library.start(struct):
+            struct.running = 1
+            self._python = threading.Thread(target=self._copy_all, name="etha-pull", daemon=True)
+            self._python.start()
+
+    def finish(self) -> None:
+        """Wait until it is over. Raises the ReachError of the first copy that failed. It must follow a ``start``, even
+        one that was interrupted or has failed."""
+        struct, library = self._struct, load_pull()
+        if self._python is not None:
+            self._python.join()
+        elif library is not None:
+            library.join(struct)
+        try:
+            if self._failed is not None:
+                raise self._found(self._failed) if isinstance(self._failed, ReachError) else self._failed
+            if struct.error:
+                memory = next(memory for memory in self._memories if memory.pid == struct.pid)
+                raise self._found(memory.error(struct.error, struct.address))
+            # A number is given again only after its process has ended, and a process that lives still has not.
+            if dead := [memory.pid for memory in self._memories if not memory.alive()]:
+                raise self._found(WorkerGoneError(f"worker process {dead[0]} has died", pid=dead[0]))
+        finally:
+            for memory in self._memories:
+                memory.close()
+            if self.end_fd >= 0:
+                os.close(self.end_fd)
+            self._memories, self.end_fd = [], -1
+
+    def _copy_all(self) -> None:
+        try:
+            self._run_python(self._memories)
+        except Exception as error:
+            self._failed = error
+        self._struct.running = 0
+        os.eventfd_write(self.end_fd, 1)
 
     def _run_python(self, memories: list[ProcessMemory]) -> None:
         """The same without the compiled library, with the interpreter's lock between two chunks."""
@@ -180,7 +212,7 @@ class PullRun:
         for thread in others:
             thread.join()
         if failed:
-            raise self._found(failed[0])
+            raise failed[0]
 
     def _copy(self, memories: list[ProcessMemory], chunk: int) -> int:
         table = self._table

@@ -8,11 +8,13 @@
 enum { HEARD, WOKEN, SLICE_OVER, ENDED, INTERRUPTED };
 
 typedef struct {
-    int32_t fd, wake;         /* the connection; readable as soon as another thread wants this one's attention */
+    int32_t fd, wake, also;   /* the connection; readable as soon as another thread wants this one's attention; what else
+                                 ends a wait, -1 for nothing */
+    int32_t slice_ms;         /* longest wait */
     uint8_t *out, *in;
     uint64_t out_bytes, sent; /* bytes to be sent, and that have been */
     uint64_t in_bytes, got;   /* room, and bytes that have come */
-    int32_t slice_ms, error;  /* longest wait; errno of ENDED, 0 if the other end has closed */
+    int32_t error;            /* errno of ENDED, 0 if the other end has closed */
 } etha_direct;
 
 /* Sends what is left to send, then waits for more bytes. HEARD: `got` has grown. */
@@ -25,11 +27,12 @@ int etha_exchange(etha_direct *d) {
             if (n < 0) return d->error = errno, ENDED;
             d->sent += (uint64_t)n;
         }
-        struct pollfd on[2] = {
+        struct pollfd on[3] = {
             {.fd = d->fd, .events = (short)(POLLIN | (d->sent < d->out_bytes ? POLLOUT : 0))},
             {.fd = d->wake, .events = POLLIN},
+            {.fd = d->also, .events = POLLIN},
         };
-        int ready = poll(on, 2, d->slice_ms);
+        int ready = poll(on, 3, d->slice_ms);
         if (ready < 0) return errno == EINTR ? INTERRUPTED : (d->error = errno, ENDED);
         if (ready == 0) return SLICE_OVER;
         if (on[0].revents & ~POLLOUT) {
@@ -39,7 +42,7 @@ int etha_exchange(etha_direct *d) {
             if (errno == EINTR) return INTERRUPTED;
             if (errno != EAGAIN) return d->error = errno, ENDED;
         }
-        if (on[1].revents) return WOKEN;
+        if (on[1].revents || on[2].revents) return WOKEN;
     }
 }
 

@@ -25,13 +25,14 @@ class DirectStruct(ctypes.Structure):
     _fields_ = (
         ("fd", ctypes.c_int32),
         ("wake", ctypes.c_int32),
+        ("also", ctypes.c_int32),
+        ("slice_ms", ctypes.c_int32),
         ("out", ctypes.c_void_p),
         ("into", ctypes.c_void_p),
         ("out_bytes", ctypes.c_uint64),
         ("sent", ctypes.c_uint64),
         ("in_bytes", ctypes.c_uint64),
         ("got", ctypes.c_uint64),
-        ("slice_ms", ctypes.c_int32),
         ("error", ctypes.c_int32),
     )
 

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 enum { PULL_ROWS = 512, PULL_THREADS = 16 };
 
@@ -19,6 +20,9 @@ typedef struct {
     uint64_t next, done;                  /* the next chunk; bytes that have been copied */
     int32_t error, pid;                   /* the first errno, of which process, where */
     uint64_t address;
+    int32_t ended;                        /* etha_start_pull: an eventfd that is written when the last thread ends */
+    uint32_t running, started;            /* threads of etha_start_pull */
+    pthread_t workers[PULL_THREADS];
 } etha_pull;
 
 /* The rows from number `*at` on, without the first `*skip` bytes of the first, up to PULL_ROWS. */
@@ -71,18 +75,41 @@ static void *pull_work(void *of) {
     return NULL;
 }
 
-/* Copies everything, or until `stop` is set or a copy fails. When it returns nothing is being copied any more. */
-void etha_run_pull(etha_pull *p) {
-    pthread_t others[PULL_THREADS];
-    uint32_t started = 0;
+static void *pull_until_last(void *of) {
+    etha_pull *p = of;
+    pull_work(p);
+    int ended = p->ended; /* who sees 0 threads may free the struct once it has joined this one */
+    if (__atomic_sub_fetch(&p->running, 1, __ATOMIC_ACQ_REL) == 0) {
+        uint64_t one = 1;
+        ssize_t written = write(ended, &one, sizeof one);
+        (void)written; /* it is full only if nobody has read it, and then it is readable */
+    }
+    return NULL;
+}
+
+/* Begins to copy everything, until `stop` is set or a copy fails, and returns how many threads do so. If there are any,
+ * etha_join_pull must follow, which waits for them. */
+uint32_t etha_start_pull(etha_pull *p) {
     sigset_t all, before;
     sigfillset(&all); /* Python's signals go to threads of Python */
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (started + 1 < p->threads && started < PULL_THREADS && !pthread_create(&others[started], NULL, pull_work, p))
-        started++;
+    uint32_t wanted = p->threads < PULL_THREADS ? p->threads : PULL_THREADS;
+    p->started = 0;
+    p->running = wanted + 1; /* this one counts, too, until all have begun */
+    while (p->started < wanted && !pthread_create(&p->workers[p->started], NULL, pull_until_last, p)) p->started++;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    pull_work(p);
-    for (uint32_t i = 0; i < started; i++) pthread_join(others[i], NULL);
+    uint32_t less = wanted - p->started + 1;
+    if (__atomic_sub_fetch(&p->running, less, __ATOMIC_ACQ_REL) == 0 && p->started) {
+        uint64_t one = 1;
+        ssize_t written = write(p->ended, &one, sizeof one);
+        (void)written;
+    }
+    return p->started;
+}
+
+void etha_join_pull(etha_pull *p) {
+    for (uint32_t i = 0; i < p->started; i++) pthread_join(p->workers[i], NULL);
+    p->started = 0;
 }
 
 uint64_t etha_pull_bytes(void) { return sizeof(etha_pull); }

@@ -25,6 +25,10 @@ class PullStruct(ctypes.Structure):
         ("error", ctypes.c_int32),
         ("pid", ctypes.c_int32),
         ("address", ctypes.c_uint64),
+        ("ended", ctypes.c_int32),
+        ("running", ctypes.c_uint32),
+        ("started", ctypes.c_uint32),
+        ("workers", ctypes.c_uint64 * 16),
     )
 
 
@@ -33,15 +37,24 @@ class PullLibrary:
 
     def __init__(self, path: str) -> None:
         library = ctypes.CDLL(path)
-        self._run = library.etha_run_pull
-        self._run.argtypes, self._run.restype = [ctypes.POINTER(PullStruct)], None
+        self._start, self._join = library.etha_start_pull, library.etha_join_pull
+        self._start.argtypes, self._start.restype = [ctypes.POINTER(PullStruct)], ctypes.c_uint32
+        self._join.argtypes, self._join.restype = [ctypes.POINTER(PullStruct)], None
         library.etha_pull_bytes.restype = ctypes.c_uint64
         #: Size of the struct as it was compiled.
         self.struct_bytes = int(library.etha_pull_bytes())
 
-    def run(self, pull: PullStruct) -> None:
-        """Copy everything, or until ``stop`` is set or a copy fails (``error``, ``pid``, ``address``)."""
-        self._run(ctypes.byref(pull))
+    def start(self, pull: PullStruct) -> int:
+        """Begin to copy everything, until ``stop`` is set or a copy fails (``error``, ``pid``, ``address``).
+
+        Returns the number of threads that do so. The last to end makes the eventfd ``ended`` readable, and ``running``
+        is 0 then. If there are any, ``join`` must follow.
+        """
+        return int(self._start(ctypes.byref(pull)))
+
+    def join(self, pull: PullStruct) -> None:
+        """Wait until its threads have ended."""
+        self._join(ctypes.byref(pull))
 
 
 @cache

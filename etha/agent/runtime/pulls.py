@@ -76,6 +76,8 @@ class WorkerPulls:
             # An agent that cannot copy either says so itself.
             if self._error is None or isinstance(self._error, AccessError):
                 self._error = error
+        elif self._done[member] < self.plan.tables[member].nbytes and self._error is None:
+            self._error = ReachError(f"{member[0]} rank {member[1]} has ended its copies early", owner=member)
         self._progress(sum(self._done.values()))
         if not self._pulling:
             self._end(self._error or self._revoked())

@@ -1,4 +1,7 @@
-"""A blocking ``recv`` of plain tensors copies them itself: exact, and right whoever ends, stops or dies in it."""
+"""A blocking ``recv`` of plain tensors copies them itself: exact, and right whoever ends, stops or dies in it.
+
+Each case by the client's event loop, which a first call goes over, and by the caller's own thread, as later calls go.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from etha.errors import AgentLostError, EthaError, PeerLostError, TransferError,
 from etha.memory import pull
 from etha.memory.process import ProcessMemory
 from etha.memory.reach import AccessError
+from tests.flow.clients.direct import ask_directly, count_direct
 from tests.flow.jobs import Job, tell, wait_for, wait_gone
 from tests.flow.sites import Site
 from tests.flow.truth import cut, stale, whole
@@ -27,6 +31,13 @@ from tests.seconds import within
 #: 16 MiB in float32: a pull of it has many chunks, and one of half of it, too.
 SHAPE = (2048, 2048)
 ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
+#: The version of a first transfer that no test looks at.
+WARM = 99
+
+
+@pytest.fixture(params=[False, True], ids=["by the loop", "by its thread"])
+def direct(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
 def part(version: int, placement: Placement, ranks: int, rank: int) -> torch.Tensor:
@@ -55,16 +66,24 @@ class Member:
     def holds(self, version: int) -> bool:
         return torch.equal(self.tensor, part(version, *self._place))
 
+    def warm_up(self, verb: Literal["send", "recv"]) -> None:
+        """After this, blocking calls are made by their own threads."""
+        if verb == "send":
+            self.send(WARM)
+        else:
+            self.batch.transfer("recv")
+        ask_directly(self.client, self.batch)
+
 
 def count_pulls(count: list[int]) -> None:
     """In a worker: note the bytes of each pull."""
-    run = pull.PullRun.run
+    finish = pull.PullRun.finish
 
     def counted(self: pull.PullRun) -> None:
-        run(self)
+        finish(self)
         count.append(self.done)
 
-    pull.PullRun.run = counted  # type: ignore[method-assign]
+    pull.PullRun.finish = counted  # type: ignore[method-assign]
 
 
 def hold_a_pull() -> None:
@@ -90,6 +109,7 @@ def hold_a_pull() -> None:
 
 def trainer(pair: str, rank: int, ranks: int, placement: Placement, turns: int) -> list[int]:
     with (member := Member(pair, "trainer", rank, ranks, placement)).client:
+        member.warm_up("send")
         return [member.send(version).seq for version in range(1, turns + 1)]
 
 
@@ -104,11 +124,18 @@ def inference(
     with (member := Member(pair, "inference", rank, ranks, placement)).client:
         seen: list[int] = []
         progress: list[tuple[int, int]] = []
+        member.warm_up("recv")
+        count.clear()
+        directly = count_direct()
         for version in range(1, turns + 1):
-            result = member.batch.transfer("recv", progress=lambda *at: progress.append(at))
+            if version % 2:
+                result = member.batch.transfer("recv", progress=lambda *at: progress.append(at))
+                assert progress == sorted(progress) and progress[-1] == (result.bytes, result.bytes)
+                progress.clear()
+            else:
+                result = member.batch.transfer("recv")
             assert result.version == version and member.holds(version), f"version {version} is not exact"
-            assert progress == sorted(progress) and progress[-1] == (result.bytes, result.bytes)
-            progress.clear()
+            assert len(directly) == version // 2
             seen.append(version)
         return seen, count
 
@@ -132,13 +159,13 @@ def test_every_version_is_exact_and_copied_by_its_receivers(
     site: Site, pair: str, source: Placement, target: Placement
 ) -> None:
     with Job(site.env) as job:
-        senders = [job.start(trainer, pair, rank, 2, source, 3, at=("trainer", rank)) for rank in range(2)]
-        takers = [job.start(inference, pair, rank, 2, target, 3, at=("inference", rank)) for rank in range(2)]
+        senders = [job.start(trainer, pair, rank, 2, source, 4, at=("trainer", rank)) for rank in range(2)]
+        takers = [job.start(inference, pair, rank, 2, target, 4, at=("inference", rank)) for rank in range(2)]
         for sender in senders:
-            assert sender.result() == [1, 2, 3]
+            assert sender.result() == [2, 3, 4, 5]
         nbytes = part(0, target, 2, 0).numel() * 4
         for taker in takers:
-            assert taker.result() == ([1, 2, 3], [nbytes] * 3)
+            assert taker.result() == ([1, 2, 3, 4], [nbytes] * 4)
 
 
 @pytest.mark.ways("local")
@@ -146,16 +173,18 @@ def test_where_workers_do_not_reach_each_other_the_agent_copies(site: Site, pair
     with Job(site.env) as job:
         sender = job.start(trainer, pair, 0, 1, ALL, 3, at=("trainer", 0))
         taker = job.start(inference, pair, 0, 1, ALL, 3, no_reach, at=("inference", 0))
-        assert sender.result() == [1, 2, 3]
+        assert sender.result() == [2, 3, 4]
         assert taker.result() == ([1, 2, 3], [])
 
 
 # ---- what happens in the middle ------------------------------------------------------------------------------
 
 
-def sends(pair: str, timeout: float) -> Any:
+def sends(pair: str, timeout: float, direct: bool) -> Any:
     """Sends version 1; "sent", or the error and the seconds that it took. Then overwrites its tensor if asked to."""
     with (member := Member(pair, "trainer", 0, 1, ALL)).client:
+        if direct:
+            member.warm_up("send")
         begun = time.monotonic()
         try:
             member.send(1, timeout=timeout)
@@ -169,15 +198,19 @@ def sends(pair: str, timeout: float) -> Any:
             return error
 
 
-def takes(pair: str, timeout: float) -> Any:
+def takes(pair: str, timeout: float, direct: bool) -> Any:
     """Receives, held after the first chunk. (error or result, whether something was written after the call)."""
-    hold_a_pull()
     with (member := Member(pair, "inference", 0, 1, ALL)).client:
+        if direct:
+            member.warm_up("recv")
+        hold_a_pull()
+        directly = count_direct()
         ended: Any
         try:
             ended = member.batch.transfer("recv", timeout=timeout).seq
         except (EthaError, KeyboardInterrupt) as error:
             ended = error if isinstance(error, EthaError) else type(error).__name__
+        assert len(directly) == direct
         after = member.tensor.clone()
         tell("ended", ended)
         wait_for("end")
@@ -185,10 +218,10 @@ def takes(pair: str, timeout: float) -> Any:
 
 
 @pytest.mark.ways("local", "host")
-def test_a_receiver_that_is_killed_in_its_copy(site: Site, pair: str) -> None:
+def test_a_receiver_that_is_killed_in_its_copy(site: Site, pair: str, direct: bool) -> None:
     with Job(site.env) as job:
-        sender = job.start(sends, pair, 60, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 60, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         begun = time.monotonic()
         taker.kill()
@@ -200,10 +233,10 @@ def test_a_receiver_that_is_killed_in_its_copy(site: Site, pair: str) -> None:
 
 
 @pytest.mark.ways("local", "host")
-def test_a_receiver_that_is_stopped_in_its_copy_keeps_nobody(site: Site, pair: str) -> None:
+def test_a_receiver_that_is_stopped_in_its_copy_keeps_nobody(site: Site, pair: str, direct: bool) -> None:
     with Job(site.env) as job:
-        sender = job.start(sends, pair, 3, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 3, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         taker.kill(signal.SIGSTOP)
         error, seconds = sender.expect("returned")
@@ -219,10 +252,10 @@ def test_a_receiver_that_is_stopped_in_its_copy_keeps_nobody(site: Site, pair: s
 
 
 @pytest.mark.ways("local", "host")
-def test_a_sender_that_is_killed_in_the_copy(site: Site, pair: str) -> None:
+def test_a_sender_that_is_killed_in_the_copy(site: Site, pair: str, direct: bool) -> None:
     with Job(site.env) as job:
-        sender = job.start(sends, pair, 60, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 60, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         sender.kill()
         wait_gone(sender.pid)  # else all may be copied before it ends
@@ -235,10 +268,10 @@ def test_a_sender_that_is_killed_in_the_copy(site: Site, pair: str) -> None:
 
 
 @pytest.mark.ways("local", "host")
-def test_ctrl_c_in_the_copy(site: Site, pair: str) -> None:
+def test_ctrl_c_in_the_copy(site: Site, pair: str, direct: bool) -> None:
     with Job(site.env) as job:
-        sender = job.start(sends, pair, 60, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 60, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         taker.kill(signal.SIGINT)
         error, _ = sender.expect("returned")
@@ -252,10 +285,10 @@ def test_ctrl_c_in_the_copy(site: Site, pair: str) -> None:
 
 
 @pytest.mark.ways("local", "host")
-def test_the_deadline_of_the_receiver_in_its_copy(site: Site, pair: str) -> None:
+def test_the_deadline_of_the_receiver_in_its_copy(site: Site, pair: str, direct: bool) -> None:
     with Job(site.env) as job:
-        sender = job.start(sends, pair, 60, at=("trainer", 0))
-        taker = job.start(takes, pair, 2, at=("inference", 0))
+        sender = job.start(sends, pair, 60, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 2, direct, at=("inference", 0))
         taker.expect("pulling")
         error, _ = sender.expect("returned")
         assert isinstance(error, TransferError) and error.outcome == "aborted", error
@@ -273,10 +306,10 @@ def agent_of(site: Site) -> int:
 
 
 @pytest.mark.ways("local")
-def test_an_agent_that_is_killed_in_the_copy(rough: Site, pair: str) -> None:
+def test_an_agent_that_is_killed_in_the_copy(rough: Site, pair: str, direct: bool) -> None:
     with Job(rough.env) as job:
-        sender = job.start(sends, pair, 60, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 60, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         os.kill(agent_of(rough), signal.SIGKILL)
         error, _ = sender.expect("returned")
@@ -290,11 +323,11 @@ def test_an_agent_that_is_killed_in_the_copy(rough: Site, pair: str) -> None:
 
 
 @pytest.mark.ways("local", "host")
-def test_a_sender_that_has_taken_its_memory_back_is_not_committed(rough: Site, pair: str) -> None:
+def test_a_sender_that_has_taken_its_memory_back_is_not_committed(rough: Site, pair: str, direct: bool) -> None:
     """The agent is frozen, so the sender's call ends without it. What the receiver copies then is not the version."""
     with Job(rough.env) as job:
-        sender = job.start(sends, pair, 2, at=("trainer", 0))
-        taker = job.start(takes, pair, 60, at=("inference", 0))
+        sender = job.start(sends, pair, 2, direct, at=("trainer", 0))
+        taker = job.start(takes, pair, 60, direct, at=("inference", 0))
         taker.expect("pulling")
         agent = agent_of(rough)
         send_signal(agent, signal.SIGSTOP)

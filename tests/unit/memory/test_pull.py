@@ -88,6 +88,13 @@ def table(others: list[Other], target: np.ndarray, rows: list[tuple[int, int, in
     )
 
 
+def carry_out(run: PullRun) -> None:
+    try:
+        run.start()
+    finally:
+        run.finish()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_byte_of_any_table_arrives_and_nothing_else_changes(way: str, seed: int) -> None:
     random_ = random.Random(seed)
@@ -108,7 +115,7 @@ def test_every_byte_of_any_table_arrives_and_nothing_else_changes(way: str, seed
             at += nbytes
         made = PullTable.from_blobs(*(lambda t: (t.processes, t.to_blobs()))(table(others, target, rows)))
         run = PullRun(made, threads=1 + seed % 3)
-        run.run()
+        carry_out(run)
         assert run.done == made.nbytes == sum(row[4] for row in rows)
         assert np.array_equal(target, truth)
     finally:
@@ -120,7 +127,7 @@ def test_a_pull_that_was_stopped_copies_nothing(way: str, other: Other) -> None:
     target = np.zeros(NBYTES, np.uint8)
     run = PullRun(table([other], target, [(0, 0, 0, 0, NBYTES)]), threads=2)
     run.stop()
-    run.run()
+    carry_out(run)
     assert run.done == 0 and not target.any()
 
 
@@ -139,7 +146,7 @@ def test_a_stop_ends_it_between_two_chunks(other: Other, monkeypatch: pytest.Mon
         return moved
 
     monkeypatch.setattr(run, "_copy", held)
-    running = threading.Thread(target=run.run)
+    running = threading.Thread(target=carry_out, args=(run,))
     running.start()
     copied.wait()
     run.stop()
@@ -155,7 +162,7 @@ def test_a_process_that_has_another_number_here_is_not_reached(way: str, other: 
     for processes in (((other.pid, other.started + 1),), ((0, 1),)):
         wrong = PullTable.from_blobs(processes, made.to_blobs())
         with pytest.raises(AccessError, match=str(os.getpid())):
-            PullRun(wrong, threads=1).run()
+            carry_out(PullRun(wrong, threads=1))
     assert not target.any()
 
 
@@ -166,7 +173,7 @@ def test_memory_that_was_freed_is_named(way: str, other: Other) -> None:
     remote[:, 0] = np.uint64(4096)
     wrong = PullTable.from_blobs(made.processes, (*made.to_blobs()[:2], remote.tobytes(), *made.to_blobs()[3:]))
     with pytest.raises(FaultError, match="no memory at 0x1000") as caught:
-        PullRun(wrong, threads=2).run()
+        carry_out(PullRun(wrong, threads=2))
     assert (caught.value.pid, caught.value.address, caught.value.moved) == (other.pid, 4096, 0)
 
 
@@ -181,7 +188,7 @@ def test_a_process_that_dies_meanwhile_is_no_success(way: str, other: Other, mon
 
     monkeypatch.setattr(pull, "_open", late)
     with pytest.raises(WorkerGoneError, match=str(other.pid)):
-        PullRun(table([other], np.zeros(NBYTES, np.uint8), [(0, 0, 0, 0, 100)]), threads=1).run()
+        carry_out(PullRun(table([other], np.zeros(NBYTES, np.uint8), [(0, 0, 0, 0, 100)]), threads=1))
 
 
 def test_a_table_may_only_write_into_registered_tensors(other: Other) -> None:

@@ -38,7 +38,8 @@ def pulled(program: Program) -> int:
     done = 0
     for table in {} if plan is None else plan.tables.values():
         run = PullRun(table, threads=2)
-        run.run()
+        run.start()
+        run.finish()
         done += run.done
     return done
 

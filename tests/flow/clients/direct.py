@@ -1,0 +1,36 @@
+"""Blocking calls that their own threads make: how a test comes to them, and how it sees them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etha.bus.direct import DirectConnection
+from etha.client.direct import DirectTransfer
+from etha.client.sync import BatchHandle, TensorBusClient
+
+
+def ask_directly(client: TensorBusClient, batch: BatchHandle) -> DirectConnection:
+    """From now on blocking transfers of ``batch`` are made by their own threads. The connection over which they ask."""
+    link = batch._inner._registration.connection.link
+
+    async def opened() -> DirectConnection:
+        if link.wants_direct:
+            await link.open_direct()
+        while link.direct is None:  # noqa: ASYNC110 - it is being opened already
+            await asyncio.sleep(0)
+        return link.direct
+
+    return client._run(opened())
+
+
+def count_direct() -> list[DirectTransfer]:
+    """In a worker: the calls that its threads make themselves from now on."""
+    calls: list[DirectTransfer] = []
+    run = DirectTransfer._answer
+
+    def counted(self: DirectTransfer, connection: DirectConnection) -> object:
+        calls.append(self)
+        return run(self, connection)
+
+    DirectTransfer._answer = counted  # type: ignore[method-assign, assignment]
+    return calls
