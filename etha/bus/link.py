@@ -210,17 +210,18 @@ class AgentLink:
 
     async def open_direct(self) -> None:
         """Open the direct connection. It is no error if there can be none."""
-        opened: DirectConnection | None = None
         self._no_direct = True  # also while it is being opened
         try:
             opened = await DirectConnection.connect(self._path, self.welcome.session, self.agent_pid)
         except (AgentLostError, OSError) as error:
-            log.debug("no direct connection to %s: %s", self._channel.agent, error)
-        if opened is None:
-            return
-        if self.lost.done():
-            return opened.retire()
-        self.direct, self._no_direct = opened, False
+            return log.debug("no direct connection to %s: %s", self._channel.agent, error)
+        except asyncio.CancelledError:
+            self._no_direct = False
+            raise
+        if opened is not None and self.lost.done():
+            opened.retire()
+        elif opened is not None:
+            self.direct, self._no_direct = opened, False
 
     def begin_direct(self, connection: DirectConnection) -> DirectRequest:
         """A request that the calling thread is about to make over ``connection``. ``end_direct`` ends it."""

@@ -320,9 +320,11 @@ class BusServer:
         peer.disconnected = True
         session.release()
         self._by_key.pop(peer.key, None)
-        for connection in (session.connection, *session.direct):
+        self._sessions.pop(session.connection, None)
+        self._connections.demote(session.connection)
+        for connection in session.direct:
             self._sessions.pop(connection, None)
-            self._connections.demote(connection)
+            connection.close()
         if not self._by_key:
             self._left.set()
         log.debug("%r is gone: %s", peer, reason)
