@@ -38,7 +38,7 @@ EDGES: dict[str, set[str]] = {
     "printable": set(),
     "picture": {"errors", "printable", "units"},
     "plan": {"errors", "picture", "units", "lazy_names", "torch_types"},
-    "bus": {"errors", "config", "limits", "phases", "memory.handles", "observe"},
+    "bus": {"errors", "config", "limits", "native", "phases", "memory.handles", "observe"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {

@@ -20,7 +20,7 @@ from etha.peer.wire import Control, Said, Scope, encode
 #: Between a worker and its agent.
 BUS = {
     "attach", "attach_shadows", "attach_snapshot", "batch_lost", "close_batch", "confirm", "descriptors", "done",
-    "events", "get_events", "get_picture", "get_records", "get_status", "goodbye", "hello", "init_pair", "let_go",
+    "events", "get_events", "get_picture", "get_records", "get_status", "goodbye", "hello", "init_pair", "join", "let_go",
     "moved", "offered", "ok", "pair_formed", "pair_lost", "picture", "probe", "probed", "progress", "records",
     "register", "registered", "released", "status",
     "supersede", "transfer", "wait_offer", "welcome",
