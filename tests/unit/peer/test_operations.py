@@ -20,8 +20,8 @@ from etha.peer.wire import Control, Said, Scope, encode
 #: Between a worker and its agent.
 BUS = {
     "attach", "attach_shadows", "attach_snapshot", "batch_lost", "close_batch", "confirm", "descriptors", "done",
-    "events", "get_events", "get_picture", "get_records", "get_status", "goodbye", "hello", "init_pair", "join", "let_go",
-    "moved", "offered", "ok", "pair_formed", "pair_lost", "picture", "probe", "probed", "progress", "records",
+    "events", "get_events", "get_picture", "get_records", "get_status", "goodbye", "hello", "init_pair", "join",
+    "let_go", "moved", "offered", "ok", "pair_formed", "pair_lost", "picture", "probe", "probed", "progress", "records",
     "register", "registered", "released", "status",
     "supersede", "transfer", "wait_offer", "welcome",
     "add_value", "ask_group_progress", "depart_group", "enter_group", "get_values", "group_changing", "group_formed",
