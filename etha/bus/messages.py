@@ -258,7 +258,7 @@ class Pull(StrictStruct, frozen=True, kw_only=True):
     table: int
     threads: int
     processes: Items[tuple[int, int]] = ()
-    blobs: Annotated[tuple[Blob, ...], Meta(max_length=5)] = ()
+    blobs: Annotated[tuple[Blob, ...], Meta(max_length=6)] = ()
 
 
 @message("pulled")

@@ -6,6 +6,7 @@ writes only its own memory in this way, so an abandoned pull touches nobody else
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 from collections.abc import Iterable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from etha.memory.process import IoVec, ProcessMemory, lie_inside
+from etha.memory.process import IoVec, ProcessMemory, lie_inside, start_time
 from etha.memory.reach import AccessError, ReachError, WorkerGoneError
 
 if TYPE_CHECKING:
@@ -27,12 +28,31 @@ MAX_THREADS = 16
 Ends = npt.NDArray[np.uint64]
 
 
+class Cast(enum.IntEnum):
+    """How a chunk changes the dtype of its elements; also in pull.c."""
+
+    NONE = 0
+    FLOAT32_BFLOAT16 = 1
+    BFLOAT16_FLOAT32 = 2
+    FLOAT32_FLOAT16 = 3
+    FLOAT16_FLOAT32 = 4
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """(bytes of an element there, bytes here)."""
+        return _SIZES[self]
+
+
+_SIZES = {Cast.NONE: (1, 1), **{cast: (4, 2) if cast % 2 else (2, 4) for cast in list(Cast)[1:]}}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PullTable:
     """What is copied, cut into chunks. Rows are (address, bytes); ``local`` is here, ``remote`` in another process.
 
-    Chunk ``i`` has the rows up to number ``local_ends[i]`` and ``remote_ends[i]``, of equally many bytes, from process
-    number ``process[i]`` of ``processes``, each (pid, start time in clock ticks).
+    Chunk ``i`` has the rows up to number ``local_ends[i]`` and ``remote_ends[i]``, of equally many elements, from
+    process number ``process[i]`` of ``processes``, each (pid, start time in clock ticks). ``casts[i]`` is its Cast:
+    elements of Cast.NONE are bytes.
     """
 
     processes: tuple[tuple[int, int], ...]
@@ -41,34 +61,37 @@ class PullTable:
     remote: IoVec
     local_ends: Ends
     remote_ends: Ends
+    casts: npt.NDArray[np.int32]
 
     def __post_init__(self) -> None:
         chunks = len(self.process)
-        if not chunks or len(self.local_ends) != chunks or len(self.remote_ends) != chunks:
+        if not chunks or {len(self.local_ends), len(self.remote_ends), len(self.casts)} != {chunks}:
             raise ValueError(
-                f"{chunks} chunks of processes, {len(self.local_ends)} and {len(self.remote_ends)} of rows: a pull has "
-                f"at least one chunk, and as many of each"
+                f"{chunks} chunks of processes, {len(self.local_ends)} and {len(self.remote_ends)} of rows, "
+                f"{len(self.casts)} casts: a pull has at least one chunk, and as many of each"
             )
         if int(self.process.min()) < 0 or int(self.process.max()) >= len(self.processes):
             raise ValueError(f"a chunk is of process number {int(self.process.max())}, there are {len(self.processes)}")
         here, there = _sums(self.local, self.local_ends), _sums(self.remote, self.remote_ends)
-        if not np.array_equal(here, there):
-            raise ValueError(f"the chunks have {here.sum()} bytes here and {there.sum()} there")
+        sizes = np.array([Cast(cast).sizes for cast in self.casts.tolist()], np.uint64)
+        if (here % sizes[:, 1]).any() or not np.array_equal(here // sizes[:, 1] * sizes[:, 0], there):
+            raise ValueError(f"the chunks have {here.sum()} bytes here and {there.sum()} there, as other elements")
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it copies."""
-        return int(self.local[:, 1].sum())
+        """Bytes that it copies; those of the narrower dtype where it casts."""
+        here, there = _sums(self.local, self.local_ends), _sums(self.remote, self.remote_ends)
+        return int(np.minimum(here, there).sum())
 
     def to_blobs(self) -> tuple[bytes, ...]:
         """The arrays, in the order of ``from_blobs``."""
-        arrays = (self.process, self.local, self.remote, self.local_ends, self.remote_ends)
+        arrays = (self.process, self.local, self.remote, self.local_ends, self.remote_ends, self.casts)
         return tuple(np.ascontiguousarray(array).tobytes() for array in arrays)
 
     @classmethod
     def from_blobs(cls, processes: Iterable[tuple[int, int]], blobs: Iterable[bytes]) -> PullTable:
         """The table of ``to_blobs``; ValueError if it is none."""
-        process, local, remote, local_ends, remote_ends = blobs
+        process, local, remote, local_ends, remote_ends, casts = blobs
         return cls(
             processes=tuple(processes),
             process=np.frombuffer(process, np.int32),
@@ -76,6 +99,7 @@ class PullTable:
             remote=np.frombuffer(remote, np.uint64).reshape(-1, 2),
             local_ends=np.frombuffer(local_ends, np.uint64),
             remote_ends=np.frombuffer(remote_ends, np.uint64),
+            casts=np.frombuffer(casts, np.int32),
         )
 
     def check_inside(self, spans: npt.NDArray[np.uint64]) -> None:
@@ -146,7 +170,7 @@ class PullRun:
         self._pids = np.array([memory.pid for memory in self._memories], np.int32)[table.process]
         struct.local, struct.remote = table.local.ctypes.data, table.remote.ctypes.data
         struct.local_ends, struct.remote_ends = table.local_ends.ctypes.data, table.remote_ends.ctypes.data
-        struct.pids, struct.chunks = self._pids.ctypes.data, len(table.process)
+        struct.pids, struct.casts, struct.chunks = self._pids.ctypes.data, table.casts.ctypes.data, len(table.process)
         library = load_pull()
         if library is None or not library.start(struct):
             struct.running = 1
@@ -220,11 +244,30 @@ class PullRun:
             rows[int(ends[chunk - 1]) if chunk else 0 : int(ends[chunk])]
             for rows, ends in ((table.local, table.local_ends), (table.remote, table.remote_ends))
         )
-        return memories[int(table.process[chunk])].read(local, remote)
+        memory, cast = memories[int(table.process[chunk])], Cast(int(table.casts[chunk]))
+        return memory.read(local, remote) if cast is Cast.NONE else _cast(memory, cast, local, remote)
 
     def _found(self, error: ReachError) -> ReachError:
         error.moved = self.done
         return error
+
+
+def _cast(memory: ProcessMemory, cast: Cast, local: IoVec, remote: IoVec) -> int:
+    """Read elements, change their dtype and write them; returns the bytes of the narrower dtype."""
+    import torch  # here, because most processes that load this file never cast
+
+    source, target = (getattr(torch, name.lower()) for name in cast.name.split("_"))
+    there, here = cast.sizes
+    count = int(remote[:, 1].sum()) // there
+    read = np.empty(count * there, np.uint8)
+    memory.read(np.array([(read.ctypes.data, read.nbytes)], np.uint64), remote)
+    made = torch.from_numpy(read).view(source).to(target).contiguous()
+    own = ProcessMemory(os.getpid(), start_time(os.getpid()))
+    try:  # by the kernel, because memory that was unmapped must be an error and not a signal
+        own.read(local, np.array([(made.data_ptr(), count * here)], np.uint64))
+    finally:
+        own.close()
+    return count * min(here, there)
 
 
 def _open(processes: Iterable[tuple[int, int]]) -> list[ProcessMemory]:

@@ -17,6 +17,7 @@ class PullStruct(ctypes.Structure):
         ("local_ends", ctypes.c_void_p),
         ("remote_ends", ctypes.c_void_p),
         ("pids", ctypes.c_void_p),
+        ("casts", ctypes.c_void_p),
         ("chunks", ctypes.c_uint64),
         ("threads", ctypes.c_uint32),
         ("stop", ctypes.c_uint32),
@@ -28,6 +29,7 @@ class PullStruct(ctypes.Structure):
         ("ended", ctypes.c_int32),
         ("running", ctypes.c_uint32),
         ("started", ctypes.c_uint32),
+        ("own", ctypes.c_int32),
         ("workers", ctypes.c_uint64 * 16),
     )
 

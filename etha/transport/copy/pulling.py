@@ -1,7 +1,7 @@
 """Which copies of a program the receiving workers can do themselves, as a table for each of them.
 
-These are the copies that cross an agent's buffer only because neither worker's memory is mapped there, and that change
-no dtype. A worker that pulls them copies each byte once.
+These are the copies that cross an agent's buffer only because neither worker's memory is mapped there. A worker that
+pulls them copies each byte once, and one that changes its dtype once more, within its processor's cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from etha.memory.process import IoVec
-from etha.memory.pull import PullTable
+from etha.memory.pull import Cast, PullTable
 from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.geometry import iovec
 from etha.transport.geometry.iovec import Op
@@ -63,16 +63,21 @@ def _pullable(program: Program, piece: CopyPiece) -> bool:
 
 
 def _direct(tile: Tile) -> bool:
-    """Whether the kernel can copy the tile from one process to the other as it is. Very short runs are read faster with
-    the gaps between them."""
+    """Whether a worker can copy the tile by itself. Very short runs are read faster with the gaps between them."""
     ends = tile.ends
     return (
         tile.path is Path.BOUNCE
         and ends.source_private
         and ends.target_private
-        and not ends.casts
+        and _cast(tile) is not None
         and not tile.spanning
     )
+
+
+def _cast(tile: Tile) -> Cast | None:
+    """What a worker does to the elements of a tile; None if it cannot."""
+    names = [str(dtype).removeprefix("torch.").upper() for dtype in (tile.ends.source, tile.ends.target)]
+    return Cast.__members__.get("_".join(names)) if tile.ends.casts else Cast.NONE
 
 
 class _Parts:
@@ -81,6 +86,7 @@ class _Parts:
     def __init__(self) -> None:
         self._processes: dict[tuple[int, int], int] = {}
         self._process: list[int] = []
+        self._casts: list[Cast] = []
         self._local: list[IoVec] = []
         self._remote: list[IoVec] = []
 
@@ -88,7 +94,10 @@ class _Parts:
         """Add a chunk of operations from one process."""
         process = ops[0].source.process
         assert process is not None, "a mapped source in a chunk of a pull"
-        remote, local = iovec.copies(ops, by=0)
+        cast = _cast(ops[0].tile)
+        assert cast is not None, "a chunk of a pull whose cast no worker knows"
+        remote, local = iovec.copies(ops, by=0) if cast is Cast.NONE else iovec.cast_copies(ops)
+        self._casts.append(cast)
         key = (process.pid, process.started)
         self._process.append(self._processes.setdefault(key, len(self._processes)))
         self._local.append(local)
@@ -102,16 +111,17 @@ class _Parts:
             remote=np.concatenate(self._remote),
             local_ends=np.cumsum([len(rows) for rows in self._local]).astype(np.uint64),
             remote_ends=np.cumsum([len(rows) for rows in self._remote]).astype(np.uint64),
+            casts=np.array(self._casts, np.int32),
         )
 
 
 def _collect(program: Program, piece: CopyPiece, parts: dict[Member, _Parts]) -> None:
     """Cut a piece's operations into chunks by receiving member and source process."""
     pairs = program.pair[piece.first : piece.last].tolist()
-    open_chunks: dict[tuple[Member, int], tuple[list[Op], int]] = {}
+    open_chunks: dict[tuple[Member, int, Cast | None], tuple[list[Op], int]] = {}
     for op, pair in zip(program.ops(piece), pairs, strict=True):
         member = next(owner for owner in program.pairs[pair].owners if owner[0] == "target")
-        key = (member, id(op.source.process))
+        key = (member, id(op.source.process), _cast(op.tile))
         ops, nbytes = open_chunks.pop(key, ([], 0))
         ops.append(op)
         nbytes += op.tile.nbytes
@@ -119,5 +129,5 @@ def _collect(program: Program, piece: CopyPiece, parts: dict[Member, _Parts]) ->
             parts[member].add(ops)
         else:
             open_chunks[key] = (ops, nbytes)
-    for (member, _), (ops, _) in open_chunks.items():
+    for (member, _, _), (ops, _) in open_chunks.items():
         parts[member].add(ops)

@@ -54,6 +54,20 @@ def copies(ops: Sequence[Op], *, by: int) -> tuple[IoVec, IoVec]:
     return _tables(parts, by, any(op.tile.ends.joint for op in ops))
 
 
+def cast_copies(ops: Sequence[Op]) -> tuple[IoVec, IoVec]:
+    """(source table, target table) of copies that change the dtype: as many elements in each, in the same order."""
+    sources, targets = list[IoVec](), list[IoVec]()
+    for tile, some in _by_tile(ops):
+        source, target, count = tile.cast_runs
+        for offsets, addresses, itemsize, found in (
+            (source, [o.source_address for o in some], tile.ends.source.itemsize, sources),
+            (target, [o.target_address for o in some], tile.ends.target.itemsize, targets),
+        ):
+            at = _spread(offsets, addresses)
+            found.append(np.stack([at, np.full_like(at, count * itemsize)], axis=1))
+    return np.concatenate(sources), np.concatenate(targets)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IovecBatch:
     """Operations that go through the bounce buffers together, so that small tensors share system calls.

@@ -134,6 +134,13 @@ class Tile:
         return _bytes(source, item), _bytes(target, item), length * item
 
     @cached_property
+    def cast_runs(self) -> tuple[Bytes, Bytes, int]:
+        """For a copy that changes the dtype: runs common to both ends, (source offsets in bytes, target offsets in
+        bytes, elements of a run)."""
+        source, target, length = boxes.common_runs(self.axes)
+        return _bytes(source, self.ends.source.itemsize), _bytes(target, self.ends.target.itemsize), length
+
+    @cached_property
     def reads(self) -> tuple[Bytes, int]:
         """For BOUNCE from a private source: (offsets of the runs to read, their length) in bytes."""
         item = self.ends.source.itemsize

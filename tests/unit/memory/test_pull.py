@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import random
 import threading
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import torch
 
 from etha.memory import pull
 from etha.memory.process import ProcessMemory, start_time
-from etha.memory.pull import PullRun, PullTable
+from etha.memory.pull import Cast, PullRun, PullTable
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 from etha.native.pull import PullStruct, load_pull
 from tests.processes import CONTEXT, preload
@@ -24,22 +27,28 @@ preload("numpy")
 NBYTES = 8 << 20
 
 
-def _hold(pipe: Connection) -> None:
+def _known(first: bytes) -> npt.NDArray[np.uint8]:
     memory = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+    memory[: len(first)] = np.frombuffer(first, np.uint8)
+    return memory
+
+
+def _hold(pipe: Connection, first: bytes) -> None:
+    memory = _known(first)
     pipe.send((os.getpid(), memory.ctypes.data))
     pipe.recv()
 
 
 class Other:
-    """Another process, whose memory holds known bytes."""
+    """Another process, whose memory holds known bytes, of which the first may be given."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: bytes = b"") -> None:
         self._pipe, theirs = CONTEXT.Pipe()
-        self._process = CONTEXT.Process(target=_hold, args=(theirs,), daemon=True)
+        self._process = CONTEXT.Process(target=_hold, args=(theirs, first), daemon=True)
         self._process.start()
         self.pid, self.address = self._pipe.recv()
         self.started = start_time(self.pid)
-        self.bytes = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.bytes = _known(first)
 
     def end(self) -> None:
         self._process.kill()
@@ -85,6 +94,7 @@ def table(others: list[Other], target: np.ndarray, rows: list[tuple[int, int, in
         remote=np.array(remote, np.uint64),
         local_ends=np.array(local_ends, np.uint64),
         remote_ends=np.array(remote_ends, np.uint64),
+        casts=np.zeros(len(local_ends), np.int32),
     )
 
 
@@ -121,6 +131,63 @@ def test_every_byte_of_any_table_arrives_and_nothing_else_changes(way: str, seed
     finally:
         for one in others:
             one.end()
+
+
+CASTS = [cast for cast in Cast if cast is not Cast.NONE]
+
+
+@pytest.mark.parametrize("cast", CASTS, ids=lambda cast: cast.name)
+def test_a_cast_is_that_of_torch_for_every_kind_of_number(way: str, cast: Cast) -> None:
+    """All bit patterns of 16 bits, or floats of all magnitudes, in rows that are cut differently at both ends."""
+    source, target = (getattr(torch, name.lower()) for name in cast.name.split("_"))
+    there, here = cast.sizes
+    if there == 2:
+        first = np.arange(1 << 16, dtype=np.uint16).tobytes()
+    else:
+        special = [0x7F800000, 0xFF800000, 0x7FC00000, 0x80000000, 1, 0x807FFFFF, 0x3F808000, 0x3F818000, 0x477FEFFF]
+        first = np.array(special, np.uint32).tobytes()
+    random_, other = random.Random(cast), Other(first)
+    try:
+        values = torch.from_numpy(other.bytes).view(source)
+        expected = values.to(target)
+        held = torch.full((values.numel(),), -7.0, dtype=target)
+        rows, begin, address = [], 0, held.data_ptr()
+        while begin < values.numel() - 70_000:  # in chunks of two rows there and three here
+            count = random_.randrange(6, 70_000)
+            rows.append((begin, count))
+            begin += count + random_.randrange(0, 3)
+        local, remote, local_ends, remote_ends = [], [], [], []
+        for first, count in rows:
+            cuts = sorted(random_.sample(range(1, count), 3))
+            for start, stop in itertools.pairwise([0, *cuts[:2], count]):
+                local.append((address + (first + start) * here, (stop - start) * here))
+            for start, stop in itertools.pairwise([0, cuts[2], count]):
+                remote.append((other.address + (first + start) * there, (stop - start) * there))
+            local_ends.append(len(local))
+            remote_ends.append(len(remote))
+        made = PullTable(
+            processes=((other.pid, other.started),),
+            process=np.zeros(len(rows), np.int32),
+            local=np.array(local, np.uint64),
+            remote=np.array(remote, np.uint64),
+            local_ends=np.array(local_ends, np.uint64),
+            remote_ends=np.array(remote_ends, np.uint64),
+            casts=np.full(len(rows), cast, np.int32),
+        )
+        made = PullTable.from_blobs(made.processes, made.to_blobs())
+        run = PullRun(made, threads=2)
+        carry_out(run)
+        assert run.done == made.nbytes == 2 * sum(count for _, count in rows)
+        taken = torch.zeros(values.numel(), dtype=torch.bool)
+        for first, count in rows:
+            taken[first : first + count] = True
+        assert torch.equal(held[taken].isnan(), expected[taken].isnan())
+        number = taken & ~expected.isnan()
+        width = torch.int16 if here == 2 else torch.int32
+        assert torch.equal(held[number].view(width), expected[number].view(width))
+        assert bool((held[~taken] == -7).all())
+    finally:
+        other.end()
 
 
 def test_a_pull_that_was_stopped_copies_nothing(way: str, other: Other) -> None:
@@ -210,7 +277,7 @@ def test_a_table_may_only_write_into_registered_tensors(other: Other) -> None:
         huge.check_inside(np.array(inside, np.uint64))
 
 
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(6))
 def test_a_malformed_table_is_refused(other: Other, part: int) -> None:
     made = table([other], np.zeros(NBYTES, np.uint8), [(0, 0, 0, 0, 64), (1, 0, 64, 64, 64)])
     blobs = list(made.to_blobs())

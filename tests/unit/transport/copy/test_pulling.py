@@ -65,7 +65,7 @@ def test_random_redistributions_equal_simulate(seed: int, me: WorkerMemory, monk
         ndim = rng.randint(0, 3)
         shape = tuple(rng.choice([1, 3, 8, 33, 64, 100]) for _ in range(ndim))
         dtype = rng.choice([torch.float32, torch.bfloat16])
-        other = rng.choice([dtype, dtype, torch.float64])
+        other = rng.choice([dtype, dtype, torch.float64, torch.float32, torch.bfloat16, torch.float16])
         source[f"t{i}"] = TensorSpec(shape, dtype, layout(rng, m, ndim, rng.random() < 0.2))
         target[f"t{i}"] = TensorSpec(shape, other, layout(rng, n, ndim, False))
     plan = local_plan(source, target, m, n)
