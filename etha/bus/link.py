@@ -211,13 +211,19 @@ class AgentLink:
     async def open_direct(self) -> None:
         """Open the direct connection. It is no error if there can be none."""
         self._no_direct = True  # also while it is being opened
+        opening = asyncio.ensure_future(DirectConnection.connect(self._path, self.welcome.session, self.agent_pid))
         try:
-            opened = await DirectConnection.connect(self._path, self.welcome.session, self.agent_pid)
+            # A frozen agent does not answer, and the end of the session must not wait for it.
+            waits: list[asyncio.Future[Any]] = [opening, self.lost]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            opened = opening.result() if opening.done() else None
         except (AgentLostError, OSError) as error:
             return log.debug("no direct connection to %s: %s", self._channel.agent, error)
         except asyncio.CancelledError:
             self._no_direct = False
             raise
+        finally:
+            opening.cancel()
         if opened is not None and self.lost.done():
             opened.retire()
         elif opened is not None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
+from etha.bus.direct import DirectConnection
 from etha.client.direct import DirectTransfer
 from etha.errors import (
     AgentLostError,
@@ -398,6 +399,44 @@ def test_an_agent_that_is_frozen(rough: Site, pair: str) -> None:
         assert 1.0 <= seconds < within(4)
         other.go("end")
         other.result()
+
+
+def closes_while_it_opens(pair: str) -> float:
+    """Seconds of a close while the agent is frozen, with the direct connection half open."""
+    client, frozen = etha.TensorBusClient(timeout=60), threading.Event()
+    connect = DirectConnection.connect
+    agent = client.status()["agent"]["pid"]
+
+    async def to_a_frozen_one(path: Path, session: str, pid: int) -> DirectConnection | None:
+        send_signal(agent, signal.SIGSTOP)
+        frozen.set()
+        return await connect(path, session, pid)
+
+    DirectConnection.connect = to_a_frozen_one  # type: ignore[method-assign]
+    client.init_pair(pair, "inference", "trainer", 1, (1,), [Replicate()], rank=0)
+    batch = client.register_tensors("b", {"w": torch.zeros(8)}, pair_name=pair)
+    batch.transfer("recv")
+    frozen.wait()
+    begun = time.monotonic()
+    try:
+        client.close()
+        return time.monotonic() - begun
+    finally:
+        os.kill(agent, signal.SIGCONT)
+
+
+def sends_once(pair: str) -> None:
+    with etha.TensorBusClient(timeout=60) as client:
+        client.init_pair(pair, "trainer", "inference", 1, (1,), [Replicate()], rank=0)
+        client.register_tensors("b", {"w": torch.ones(8)}, pair_name=pair).transfer("send", progress=print)
+
+
+def test_a_close_does_not_wait_for_a_connection_that_is_being_opened(rough: Site, pair: str) -> None:
+    with Job(rough.env) as job:
+        taker = job.start(closes_while_it_opens, pair, at=("inference", 0))
+        giver = job.start(sends_once, pair, at=("trainer", 0))
+        assert taker.result() < within(4)
+        giver.result()
 
 
 def nested(pair: str) -> list[float]:
