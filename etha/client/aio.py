@@ -550,18 +550,18 @@ class AsyncTensorBusClient(OfOneProcess):
             self._seqs[registration.batch] = max(self._seqs.get(registration.batch, 0), moved.seq)
             return result
 
-        async def go_on(interrupted: bool) -> TransferResult:
+        async def go_on() -> TransferResult:
             task = asyncio.current_task()
-            if interrupted and task is not None:
+            if call.interrupted and task is not None:
                 task.cancel()
             moved = await self._transfer(registration, verb, Mark(), False, True, version=version, direct=call)
             assert isinstance(moved, TransferResult)
             return moved
 
         def hand_over(error: BaseException | None) -> TransferResult:
-            call.handed = True
+            call.handed, call.interrupted = True, error is not None
             try:
-                result = run(go_on(error is not None))
+                result = run(go_on())
             except BaseException:
                 if error is None:
                     raise

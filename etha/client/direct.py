@@ -36,8 +36,9 @@ class DirectTransfer:
         self._until = self.begun + seconds
         self.word = 0
         self.why: str | None = None
-        #: Whether the event loop goes on with the call; whether the call has ended and nothing of it is under way.
-        self.handed = self.over = False
+        #: Whether the event loop goes on with the call, and whether an exception has interrupted it at any place;
+        #: whether it has ended and nothing of it is under way.
+        self.handed = self.interrupted = self.over = False
         self.request: DirectRequest | None = None
         #: What this call copies from other workers now.
         self.pull: CallPull | None = None

@@ -230,10 +230,16 @@ async def _once(
     timeout = deadline.left
 
     own: list[OwnMoves] = []  # none, or one: few calls move something themselves
-    if direct is not None and direct.pull is not None:
-        own.append(OwnMoves(registration, link, verb))
-        own[0].follow(direct.pull)
-        direct.pull = None
+
+    def take_pull() -> None:
+        if direct is not None and direct.pull is not None:
+            if not own:
+                own.append(OwnMoves(registration, link, verb))
+            own[0].follow(direct.pull)
+            direct.pull = None
+
+    if direct is not None and not direct.interrupted:
+        take_pull()
 
     def pushed(message: Any) -> None:
         if isinstance(message, Progress):
@@ -316,6 +322,7 @@ async def _once(
         raise
     finally:
         page.revoke(word)
+        take_pull()  # of an interrupted call only now: where it stands is unknown, so the agent had to hear first
         if own and own[0].running:  # the call has failed, or was cancelled
             await shield.finish(own[0].end())
             shield.release()

@@ -19,7 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,7 @@ import torch
 from torch.distributed.tensor import Replicate
 
 import etha
+from tests.flow.clients.direct import ask_directly
 from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sites import Site, environment, open_site
 from tests.flow.walk.recorder import Recorder, Step
@@ -53,12 +54,25 @@ class Line(NamedTuple):
         return " ".join(self)
 
 
-def numbered() -> list[Line]:
-    """The numbered list of docs/architecture.md."""
+def listed(mark: str) -> list[tuple[str, Line]]:
+    """The lists of docs/architecture.md whose items begin with ``mark``."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    found = re.findall(r"^(\d+)\. (Worker|Agent), `([\w/]+\.py)` `([\w.]+)`: ", text, re.MULTILINE)
-    assert [int(number) for number, *_ in found] == list(range(1, len(found) + 1))
-    return [Line(who.lower(), f"etha/{file}", function) for _, who, file, function in found]
+    found = re.findall(rf"^(?:- )?({mark})\. (Worker|Agent), `([\w/]+\.py)` `([\w.]+)`: ", text, re.MULTILINE)
+    return [(number, Line(who.lower(), f"etha/{file}", function)) for number, who, file, function in found]
+
+
+def numbered() -> list[Line]:
+    """The steps of a call that goes over the event loop."""
+    found = listed(r"\d+")
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [line for _, line in found]
+
+
+def lettered() -> list[Line]:
+    """Those of a call that its own thread makes: other ones to the agent, and the same ones in it."""
+    found = listed("[a-z]")
+    assert [letter for letter, _ in found] == ["a", "b", "c"]
+    return [*(line for _, line in found), *(line for line in numbered() if line.who == "agent")]
 
 
 # ---- what is played -----------------------------------------------------------------------------
@@ -87,7 +101,16 @@ def receive(pair: str, times: int) -> None:
 
 
 def send_blocking(pair: str, times: int) -> None:
-    """A trainer with a blocking client; the last of its sends is recorded."""
+    """A trainer with a blocking client, whose callback needs the event loop; the last of its sends is recorded."""
+    _send_blocking(pair, times, lambda done, total: None)
+
+
+def send_directly(pair: str, times: int) -> None:
+    """The same without a callback."""
+    _send_blocking(pair, times, None)
+
+
+def _send_blocking(pair: str, times: int, progress: Callable[[int, int], None] | None) -> None:
     recorder = Recorder("worker")  # before the client starts its loop thread
     with etha.TensorBusClient(autostart=False, timeout=PATIENCE) as client:
         client.init_pair(pair, "trainer", "inference", **PLACEMENTS)
@@ -97,8 +120,10 @@ def send_blocking(pair: str, times: int) -> None:
             wait_for("send")
             tensor += 1
             recorder.start()
-            handle.transfer("send")
+            handle.transfer("send", progress=progress)
             tell("sent", recorder.stop())
+            if progress is None:
+                ask_directly(client, handle)
 
 
 def send_async(pair: str, times: int) -> None:
@@ -196,7 +221,7 @@ def site() -> Iterator[tuple[Site, RecordedAgent]]:
         yield found, agent
 
 
-@pytest.fixture(scope="module", params=[send_blocking, send_async], ids=["blocking", "async"])
+@pytest.fixture(scope="module", params=[send_blocking, send_async, send_directly], ids=["blocking", "async", "direct"])
 def walk(request: pytest.FixtureRequest, site: tuple[Site, RecordedAgent]) -> list[Step]:
     """One send of both processes, by time; an earlier one has laid out the pieces."""
     place, agent = site
@@ -212,6 +237,11 @@ def walk(request: pytest.FixtureRequest, site: tuple[Site, RecordedAgent]) -> li
         receiver.go("leave")
         job.results([receiver, sender], PATIENCE)
     return sorted(step for step in sent + answered(answers) if step.entered)
+
+
+def expected(walk: list[Step]) -> list[Line]:
+    """What the document tells of such a walk."""
+    return lettered() if any(step.file == "etha/client/direct.py" for step in walk) else numbered()
 
 
 # ---- what is expected ---------------------------------------------------------------------------
@@ -244,12 +274,16 @@ def test_what_the_history_calls_is_left_out() -> None:
 
 
 def test_the_document_tells_the_walk_as_it_is(walk: list[Step]) -> None:
-    assert 0 < len(numbered()) <= MOST_STEPS
-    assert mistakes(numbered(), walk) == []
+    assert 0 < len(expected(walk)) <= MOST_STEPS
+    assert mistakes(expected(walk), walk) == []
+
+
+def test_the_three_walks_are_of_both_kinds(request: pytest.FixtureRequest, walk: list[Step]) -> None:
+    assert (expected(walk) == lettered()) is ("direct" in request.node.name)
 
 
 def test_a_wrong_document_is_noticed(walk: list[Step]) -> None:
-    steps = numbered()
+    steps = expected(walk)
     for at in range(len(steps) - 1):
         swapped = [*steps[:at], steps[at + 1], steps[at], *steps[at + 2 :]]
         assert mistakes(swapped, walk), f"steps {at + 1} and {at + 2} may change places"
