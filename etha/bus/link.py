@@ -16,18 +16,20 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from etha.bus.channel import Channel
 from etha.bus.codec import Cancel, Envelope, Failure, Malformed, Push, Reply, Request
-from etha.bus.direct import DirectConnection
 from etha.bus.handshake import Attach, Descriptors, Goodbye, WorkerHello, WorkerWelcome
 from etha.bus.packets import MAX_DESCRIPTORS, close_all
 from etha.bus.process import check_not_forked
 from etha.errors import AgentLostError, AgentUnavailableError, EthaError, ProtocolError, note_of_log, noted, with_note
 from etha.observe.logs import log_of
+
+if TYPE_CHECKING:
+    from etha.bus.direct import DirectConnection
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +212,8 @@ class AgentLink:
 
     async def open_direct(self) -> None:
         """Open the direct connection. It is no error if there can be none."""
+        from etha.bus.direct import DirectConnection  # here, because it loads NumPy, and few sessions ask so
+
         self._no_direct = True  # also while it is being opened
         opening = asyncio.ensure_future(DirectConnection.connect(self._path, self.welcome.session, self.agent_pid))
         try:
