@@ -14,6 +14,7 @@ from etha.plan.analysis.bounds import PlanStats, Survey, survey
 from etha.plan.analysis.explain import explain
 from etha.plan.analysis.plot import PictureNames, picture_of
 from etha.plan.analysis.predict import Links
+from etha.plan.layouts.arguments import check_bytes, check_choice, check_flag, check_places, check_specs
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.fanout import RELAY_BYTES
 from etha.plan.planner.m2m import Topology
@@ -92,10 +93,18 @@ def build_plan(
     once, and target ranks forward them (FORWARD rows); with ``carry``, idle NICs of a host also receive for busy ones
     (CARRY rows). With "direct" the source sends every copy.
 
-    LayoutError for malformed input. What cannot work is in ``violations``, and ``check()`` raises it.
+    ConfigError for an argument of a wrong kind, LayoutError for too few hosts or agents. What cannot work is in
+    ``violations``, and ``check()`` raises it.
     """
-    if fan_out not in ("relay", "direct"):
-        raise ValueError(f"fan_out is 'relay' or 'direct', not {fan_out!r}")
+    check_specs("source", source)
+    check_specs("target", target)
+    check_places("source_hosts", source_hosts)
+    check_places("target_hosts", target_hosts)
+    check_places("source_agents", source_agents)
+    check_places("target_agents", target_agents)
+    check_choice("fan_out", fan_out, "relay", "direct")
+    check_bytes("relay_bytes", relay_bytes)
+    check_flag("carry", carry)
     sizes = (
         world_size(source, source_hosts, source_agents),
         world_size(target, target_hosts, target_agents),

@@ -16,6 +16,7 @@ import torch
 
 from etha.errors import Violation
 from etha.plan.layouts import dtypes
+from etha.plan.layouts.arguments import check_choice
 from etha.plan.layouts.layout import Layout
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.assemble import RankRows
@@ -171,9 +172,11 @@ class BasePlan:
         return tensor + product * len(self.names)
 
     def for_rank(self, side: str, rank: int) -> RankPlan:
-        """The rows of ``rank`` on ``side`` ("source" or "target"); empty for a rank that holds nothing."""
-        if side not in ("source", "target"):
-            raise ValueError(f"side is 'source' or 'target', not {side!r}")
+        """The rows of ``rank`` on ``side`` ("source" or "target"); empty for a rank that holds nothing.
+
+        ConfigError for another side.
+        """
+        check_choice("side", side, "source", "target")
         found = self._sheets.get((side, rank))
         if found is None:
             found = self._sheet(side, rank)

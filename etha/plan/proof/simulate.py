@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from etha.errors import PlanError, Violation
+from etha.errors import ConfigError, PlanError, Violation
+from etha.plan.layouts.arguments import check_locals
 from etha.plan.layouts.region import part_name
 from etha.plan.layouts.tensor_spec import TensorSpec
 from etha.plan.planner.plan import BasePlan
@@ -26,8 +27,12 @@ def simulate(plan: BasePlan, source: Tensors, target: Tensors) -> None:
 
     Source and target may share memory, because everything is read from the sources before the first write. What targets
     forward comes after that, phase by phase. PlanError if the plan has violations, or if a tensor is missing or has
-    another shape or dtype than planned.
+    another shape or dtype than planned. ConfigError for an argument of a wrong kind.
     """
+    if not isinstance(plan, BasePlan):
+        raise ConfigError(f"plan is a {type(plan).__name__}, not a Plan such as build_plan returns")
+    check_locals("source", source)
+    check_locals("target", target)
     found = [*plan.violations, *_mismatches(plan, source, target)]
     if found:
         raise PlanError(f"cannot simulate: {len(found)} violations, first {found[0]}", violations=found)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard, _StridedShard
 
+from etha.errors import ConfigError
 from etha.plan import LOCAL, MOVE, RECV, SEND, Layout, Plan, TensorSpec, build_plan, simulate
 
 F32 = torch.float32
@@ -171,7 +172,7 @@ def test_ranks_that_hold_nothing_have_empty_plans() -> None:
     empty = build_plan({}, {})
     empty.check()
     assert len(empty.for_rank("source", 0)) == 0 and empty.stats().ops == 0 and empty.names == ()
-    with pytest.raises(ValueError, match="side is"):
+    with pytest.raises(ConfigError, match="side='trainer' must be 'source' or 'target'"):
         plan.for_rank("trainer", 0)
 
 

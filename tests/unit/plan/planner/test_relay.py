@@ -123,8 +123,6 @@ def test_fan_out_is_in_the_digest() -> None:
     source, target = spec((4,), Shard(0)), spec((16,), Replicate())
     made = [plan_of(source, target, 4, **k).digest() for k in ({}, {"relay_bytes": 1}, {"fan_out": "direct"}, {})]
     assert len(set(made)) == 3 and made[0] == made[3]
-    with pytest.raises(ValueError, match="fan_out"):
-        plan_of(source, target, 4, fan_out="tree")
 
 
 def test_a_row_that_passes_on_depends_on_the_one_that_brings_it() -> None:
