@@ -156,7 +156,7 @@ def link_text(link: dict[str, Any], *, alone: bool) -> str:
 def linked_lines(agents: list[dict[str, Any]]) -> list[str]:
     """Whether every link is there that a pair needs; otherwise, and for what cannot be reached, one line for each."""
     links = [(line, link) for line in agents for link in line["links"]]
-    needed = [link for line, link in links if line["pairs"]]
+    needed = [link for line, link in links if line["pairs"] and link["link"] not in ("self", "none")]
     broken = [(line, link) for line, link in links if link["link"] in BROKEN or link["trouble"]]
     lines = []
     if needed and not any(link["link"] in BROKEN for link in needed):

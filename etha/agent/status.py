@@ -129,7 +129,8 @@ def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float | None
 
     ``link`` is "self", "open", "opening", "failed" (``trouble`` says why), "hub" (there is none, and both are in an
     epoch in which hubs pass on what they say), "missing" (a pair of both is formed, and yet there is no link) or "none"
-    (no pair needs one). ``heartbeat``: seconds since it renewed its lease in Redis; None if Redis does not list it now.
+    (no pair needs one). ``pairs``: the formed pairs of this agent in which it takes part. ``heartbeat``: seconds since
+    it renewed its lease in Redis; None if Redis does not list it now.
     """
     linked = {peer.agent: peer for peer in agent.links.hub.peers()}
     needed: dict[str, list[str]] = {}
@@ -163,7 +164,7 @@ def _agents(agent: ReportedAgent, seen: Sequence[tuple[AgentRecord, float | None
                 "metrics": record.metrics,
                 "started_at": record.started_at,
                 "heartbeat": None if heartbeat is None else round(heartbeat, 1),
-                "pairs": [] if record.id == agent.id else sorted(needed.get(record.id, ())),
+                "pairs": sorted(needed.get(record.id, ())),
                 "links": [
                     {
                         "from": agent.device,

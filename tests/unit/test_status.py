@@ -39,11 +39,15 @@ def report(device: str, *agents: dict[str, Any], pairs: tuple[dict[str, Any], ..
     }
 
 
-def text_of(found: dict[str, Any]) -> str:
+def lines_of(found: dict[str, Any]) -> list[str]:
     console = Console(width=200)
     with console.capture() as capture:
         console.print(status_tables(found))
-    return " ".join(capture.get().split())
+    return capture.get().split("\n")
+
+
+def text_of(found: dict[str, Any]) -> str:
+    return " ".join(" ".join(lines_of(found)).split())
 
 
 def test_one_agent_that_is_alone_is_shown_without_a_table_of_others() -> None:
@@ -64,6 +68,20 @@ def test_linked_agents_are_said_to_be_linked() -> None:
     shown = text_of(whole([report("cpu", known("a", link("self")), known("b", link("open"), pairs=("weights",)))]))
     assert "host-b" in shown and "open, heard 0.4 s ago, 0.3 ms" in shown and "2 s ago" in shown
     assert "linked: all 1 links that formed pairs need are open" in shown and "not linked" not in shown
+
+
+def test_the_pairs_of_the_agent_that_is_asked_are_shown_and_need_no_link_to_itself() -> None:
+    agents = [known("a", link("self"), pairs=("weights",)), known("b", link("open"), pairs=("weights",))]
+    rows = {line.split("│")[1].strip(): line for line in lines_of(whole([report("cpu", *agents)])) if "│" in line}
+    for host in ("host-a", "host-b"):
+        assert rows[host].split("│")[8].strip() == "weights", rows[host]
+    assert linked_lines(agents) == ["linked: all 1 links that formed pairs need are open"]
+
+
+def test_a_link_that_no_pair_of_its_agent_needs_is_not_counted_as_needed() -> None:
+    """Of two agents of this host, only one is in a pair with the far one."""
+    far = known("b", link("open", "cuda-1"), link("none", "cuda-2"), pairs=("weights",))
+    assert linked_lines([far]) == ["linked: all 1 links that formed pairs need are open"]
 
 
 def test_a_link_that_is_missing_or_failed_is_named_with_its_cause() -> None:
