@@ -188,8 +188,9 @@ def _reads_itself() -> bool:
 
 
 def _after(table: IoVec, nbytes: int) -> IoVec:
-    """``table`` without its first ``nbytes``."""
-    ends = np.cumsum(table[:, 1])
+    """``table`` without its first ``nbytes``, which one call has copied."""
+    # Only the rows that the call was given: a table may have hundreds of times as many.
+    ends = np.cumsum(table[:MAX_SEGMENTS, 1])
     i = int(np.searchsorted(ends, np.uint64(nbytes), side="right"))
     rest = table[i:]
     taken = nbytes - (int(ends[i - 1]) if i else 0)

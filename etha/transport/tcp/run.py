@@ -196,6 +196,11 @@ class TcpRun:
         finally:
             self.touched = self.touched or copy_slot.work.wrote
 
+    def check(self) -> None:
+        """Raise ``Ended`` once the run has failed."""
+        with self._changed:
+            self._check()
+
     # ---- what is passed on --------------------------------------------------------------------
 
     def laid(self, numbers: Sequence[int]) -> None:

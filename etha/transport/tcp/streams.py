@@ -475,6 +475,7 @@ class ReceiveStream(Stream):
             copy_slot.inside(run.guards, span.owners),
             run.writing(copy_slot),
         ):
+            run.check()  # it may have ended while others had the slots, and who has called waits for all copies
             copy_slot.run(ops)
 
     # ---- differences --------------------------------------------------------------------------
@@ -713,6 +714,7 @@ class SendStream(Stream):
         run.await_span(span)
         memory, ops = self._pack(run, span)
         with self.owner.copy_slots.one() as copy_slot, copy_slot.inside(run.guards, span.owners):
+            run.check()
             copy_slot.run(ops)
         self._send_all(run, memory)
 

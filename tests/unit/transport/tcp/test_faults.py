@@ -9,6 +9,7 @@ import random
 import socket
 import time
 from collections.abc import Awaitable
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from etha.memory.reach import RevokedError, WorkerGoneError
 from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.base import Transport, TransportPeer, WireRun
 from etha.transport.tcp.listener import DataListener
+from etha.transport.tcp.streams import ReceiveStream
 from etha.transport.tcp.transport import TcpTransport
 from tests.unit.transport.agents import TOKEN, Agent, Gate, Job, agents, same, transfer
 from tests.unit.transport.tcp.test_transport import partial, rows
@@ -405,3 +407,34 @@ async def test_many_aborted_and_repeated_transfers_leave_nothing_behind(caplog: 
         await transfer(job, at, 99)
     same(job.target, expected)
     assert isinstance(job.target[0]["t00"], torch.Tensor)
+
+
+async def test_a_run_that_is_stopped_begins_no_copy_that_waited_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has called waits for what still writes to its tensors: copies into other processes can take long."""
+    job = rows(2, 2, (64, 64), Shard(1), "aa", "bb")
+    before = {rank: {name: tensor.clone() for name, tensor in held.items()} for rank, held in job.target.items()}
+    loop, waits = asyncio.get_running_loop(), asyncio.Event()
+    unpack = ReceiveStream._unpack
+
+    def unpacked(self: ReceiveStream, *args: Any) -> None:
+        loop.call_soon_threadsafe(waits.set)
+        unpack(self, *args)
+
+    monkeypatch.setattr(ReceiveStream, "_unpack", unpacked)
+    async with agents("ab") as at:
+        runs = await opened(at, job)
+        slots = at["b"].plane.copy_slots
+        taken = [slots._free.get() for _ in range(slots.count)]
+        try:
+            run = asyncio.ensure_future(at["b"].transport.run(runs["b"]))
+            sends = asyncio.ensure_future(at["a"].transport.run(runs["a"]))
+            await waits.wait()
+            at["b"].transport.stop(ValueError("no"))
+        finally:
+            for one in taken:
+                slots.leave(one)
+        assert isinstance(await fails(run), ValueError)
+        await asyncio.wait([sends])
+        sends.exception()
+        assert not runs["b"].touched
+        same(job.target, before)
