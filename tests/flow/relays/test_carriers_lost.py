@@ -30,7 +30,8 @@ from etha.plan import CARRY
 from etha.transport.wire.flows import CHUNK
 from tests.flow.endurance.footprint import Footprint
 from tests.flow.networks.test_advertise import Mapped, two_ports
-from tests.flow.relays.test_carrying import BF16, F32, MESHES, WAY, Case, carried, opened, plan_of, wanted
+from tests.flow.nursery import MESH
+from tests.flow.relays.test_carrying import BF16, F32, MESHES, WAY, Case, carried, opened, planned, wanted
 from tests.flow.sides import Member, Sides
 from tests.flow.sites import Site, open_site
 from tests.processes import send_signal
@@ -105,8 +106,8 @@ class Valve:
 
 
 @asynccontextmanager
-async def valved() -> AsyncIterator[tuple[Site, Valve]]:
-    """A site whose carrier is reached through a valve."""
+async def valved(place: str = WAY.place(*VICTIM)) -> AsyncIterator[tuple[Site, Valve]]:
+    """A site at one of whose places the data port of the agent is behind a valve."""
     with open_site(WAY) as plain:  # type: ignore[arg-type]
         site = Mapped(plain.way, plain.directory, plain.redis)
         port = two_ports()
@@ -114,7 +115,6 @@ async def valved() -> AsyncIterator[tuple[Site, Valve]]:
         async with await asyncio.start_server(valve.serve, "127.0.0.1", 0) as server:
             data = server.sockets[0].getsockname()[1]
             mapped = {"ETHA_LISTEN": f"127.0.0.1:{port}", "ETHA_ADVERTISE": f"127.0.0.1:{port},{data}"}
-            place = WAY.place(*VICTIM)
             site.overrides = defaultdict(dict, {place: mapped})
             yield site, valve
             valve.open()
@@ -146,29 +146,30 @@ class Interrupted:
         self.at = time.monotonic()
         assert not self.ended
 
-    async def others(self) -> dict[Member, Any]:
+    async def others(self, victim: Member = VICTIM) -> dict[Member, Any]:
         """How the calls of all but the victim's worker have ended."""
-        return {member: await call for member, call in self.calls.items() if member != VICTIM}
+        return {member: await call for member, call in self.calls.items() if member != victim}
 
     def seconds(self, member: Member) -> float:
         """From the act to the end of a call."""
         return self.ended[member] - self.at
 
 
-async def begun(sides: Sides, cases: dict[str, Case], **options: Any) -> Any:
+async def begun(sides: Sides, cases: dict[str, Case], victim: Member = VICTIM, **options: Any) -> Any:
     """Batch "b", in which the victim carries and which has moved once.
 
     (handles, tensors, bytes to half of what it carries, its agent's pid).
     """
     await sides.meet(**MESHES, timeout=60)
     handles, held = await opened(sides, cases, **options)
-    plan = await plan_of(sides, cases)
-    assert carried(plan)[CARRIER] > 1 << 20
-    rows = plan.for_rank("target", CARRIER)
-    own = int(rows.nbytes[(rows.target == CARRIER) & (rows.kind != CARRY)].sum())
+    reports = [(await client.status())["agent"] for client in sides.clients.values()]
+    plan = planned(cases, [one["id"] for one in reports], [one["host_id"] for one in reports])
+    through = carried(plan)[victim[1]]
+    assert through > 1 << 20
+    rows = plan.for_rank("target", victim[1])
+    own = int(rows.nbytes[(rows.target == victim[1]) & (rows.kind != CARRY)].sum())
     await moved(sides, cases, handles, held)
-    pid = (await sides.clients[VICTIM].status())["agent"]["pid"]
-    return handles, held, own + carried(plan)[CARRIER] // 2, pid
+    return handles, held, own + through // 2, dict(zip(sides.clients, reports, strict=True))[victim]["pid"]
 
 
 async def moved(sides: Sides, cases: dict[str, Case], handles: Any, held: dict[Member, dict[str, torch.Tensor]]) -> int:
@@ -198,11 +199,11 @@ async def books(sides: Sides) -> dict[str, int]:
     return found
 
 
-def check_lost(error: Any, seconds: float, most: float) -> None:
+def check_lost(error: Any, seconds: float, most: float, rank: int = CARRIER) -> None:
     """The error of a call of somebody else than the victim's worker."""
     assert isinstance(error, PeerLostError), error
     assert (error.reason, error.outcome) == ("died", "aborted"), error
-    assert re.search(rf"inference ranks? {CARRIER}", error.message), error.message
+    assert re.search(rf"inference ranks? {rank}", error.message), error.message
     assert seconds < within(most), (seconds, error)
 
 
@@ -310,3 +311,58 @@ async def test_a_carrier_that_stands_still_for_good(pair: str, kind: str) -> Non
             assert await formed.lost == "died"
         handles, held, _, _ = await begun(sides, cases, atomic=True)
         assert await moved(sides, cases, handles, held) == 4
+
+
+# ---- more agents than are all linked ------------------------------------------------------------
+
+#: All on rank 1, for which ranks 0 and 2 carry a third each; and a row, which rank 0 of the trainer sends to all.
+MIDDLE: dict[str, Case] = {
+    "columns": ((1 << 20, 5), F32, BF16, Shard(1), {1: [[(0, 1 << 20)], [(0, 5)]]}),
+    "small": ((1, 8), F32, F32, Shard(0), Shard(1)),
+}
+
+
+def apart(side: str, rank: int) -> str:
+    """The trainer has two hosts, too."""
+    return "st"[rank] if side == "trainer" else WAY.place(side, rank)
+
+
+async def linked(sides: Sides) -> dict[Member, set[Member]]:
+    """Whose agents are linked with whose."""
+    found = {member: (await client.status())["agent"] for member, client in sides.clients.items()}
+    names = {one["id"]: member for member, one in found.items()}
+    return {member: {names[link["agent"]] for link in one["links"]} for member, one in found.items()}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [2, 0], ids=["no hub", "a hub"])
+async def test_a_carrier_is_lost_where_links_go_through_hubs(
+    pair: str, rank: int, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everybody hears of it, also who has no link to it, and the next epoch is exact. The hubs are the agents of ranks
+    0."""
+    monkeypatch.setenv(MESH, "1")
+    victim, far = ("inference", rank), ("inference", 3)
+    async with (
+        valved(WAY.place(*victim)) as (site, valve),
+        Sides(site, pair, trainer=2, inference=4, timeout=30, where=apart) as sides,
+    ):
+        handles, held, nbytes, pid = await begun(sides, MIDDLE, victim, atomic=True)
+        hubs = {("trainer", 0), ("inference", 0)}
+        links = await linked(sides)
+        assert links[far] == hubs, "nothing flows between it and a carrier"
+        assert links["trainer", 1] == hubs | {("inference", 1), ("inference", 2)}, "to the holder, and to a carrier"
+        transfer = Interrupted(valve, handles, nbytes, timeout=60)
+        await transfer.half()
+        send_signal(pid, how)
+        for member, error in (await transfer.others(victim)).items():
+            check_lost(error, transfer.seconds(member), SOON if how == signal.SIGKILL else LATER, rank)
+        assert old(held), "an atomic target holds the old version"
+        if how == signal.SIGSTOP:
+            send_signal(pid, signal.SIGKILL)
+        valve.open()
+        assert isinstance(await transfer.calls[victim], AgentLostError)
+        for formed in sides.pairs.values():
+            assert await formed.lost == "died"
+        handles, held, _, _ = await begun(sides, MIDDLE, victim, atomic=True)
+        assert await moved(sides, MIDDLE, handles, held) == 4
