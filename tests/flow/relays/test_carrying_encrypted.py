@@ -36,7 +36,12 @@ def probes(name: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("encrypted", "options"), [(True, {}), (True, {"atomic": True, "verify": "full"}), (False, {})]
+    ("encrypted", "options"),
+    [
+        (True, {"atomic": True, "verify": "full"}),
+        (False, {}),
+        pytest.param(True, {}, marks=pytest.mark.more),
+    ],
 )
 async def test_what_is_carried_is_right_and_no_wire_between_hosts_shows_it(
     pair: str, encrypted: bool, options: dict[str, object]
