@@ -92,5 +92,5 @@ async def test_what_is_carried_is_right_and_no_wire_between_hosts_shows_it(
                 for place in [WAY.place("inference", CARRIER)] if not encrypted else data:
                     shown = [probe in data[place].bytes for probe in probes(name)]
                     assert any(shown) is not encrypted, (name, place, sum(shown))
-            told = b"\0".join(bytes(one.bytes) for one in links)
-            assert told and pair.encode() not in told, "links are encrypted in any case"
+            said = b"\0".join(bytes(one.bytes) for one in links)
+            assert said and pair.encode() not in said, "links are encrypted in any case"
