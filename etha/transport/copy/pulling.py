@@ -70,7 +70,7 @@ def _direct(tile: Tile) -> bool:
         and ends.source_private
         and ends.target_private
         and _cast(tile) is not None
-        and not tile.spanning
+        and not (tile.spanning and tile.read_nbytes > tile.numel * ends.source.itemsize)
     )
 
 
