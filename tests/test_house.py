@@ -547,7 +547,7 @@ def test_only_config_reads_the_environment(name: str) -> None:
 
 #: Files with a task of their own outside a TaskGroup, and who waits for it.
 OWNED_TASKS = {
-    "bus/link.py": "a connection that is being opened: whoever opens it awaits it until the session ends, and cancels it",
+    "bus/link.py": "a connection that is being opened: awaited until the session ends, then cancelled",
     "client/aio.py": "ends the client: whoever calls close() awaits it, and each of several does",
     "client/tasks.py": "awaited to its end by the same call, even when that is cancelled",
     "client/transfer.py": "a user's callback: awaited until its call's deadline, and kept until it has ended",
