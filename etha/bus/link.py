@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds that an agent has beyond a call's deadline, and to confirm a cancellation or a goodbye.
 GRACE = 1.0
+#: Direct connections that may fail one after the other until no other one is tried.
+_DIRECT_FAILURES = 8
 #: A timeout of this many seconds or more counts as no timeout.
 _FOREVER = 1e9
 #: Seconds to wait until an exiting process is gone, because it unmaps its memory first.
@@ -134,7 +136,7 @@ class AgentLink:
         self._direct_requests: dict[int, DirectRequest] = {}
         #: None until there is one, and if there cannot be one.
         self.direct: DirectConnection | None = None
-        self._no_direct = False
+        self._opening_direct, self._direct_failures = False, 0
         self._path, self._closing = path, False
         self.on_push = on_push
         self.lost: asyncio.Future[AgentLostError] = self._loop.create_future()
@@ -208,30 +210,32 @@ class AgentLink:
     @property
     def wants_direct(self) -> bool:
         """Whether there is no direct connection, but can be one."""
-        return self.direct is None and not self._no_direct and self.agent_pid != 0 and not self.lost.done()
+        possible = self._direct_failures < _DIRECT_FAILURES and self.agent_pid != 0 and not self.lost.done()
+        return possible and self.direct is None and not self._opening_direct
 
     async def open_direct(self) -> None:
         """Open the direct connection. It is no error if there can be none."""
         from etha.bus.direct import DirectConnection  # here, because it loads NumPy, and few sessions ask so
 
-        self._no_direct = True  # also while it is being opened
+        self._opening_direct = True
         opening = asyncio.ensure_future(DirectConnection.connect(self._path, self.welcome.session, self.agent_pid))
         try:
             # A frozen agent does not answer, and the end of the session must not wait for it.
             waits: list[asyncio.Future[Any]] = [opening, self.lost]
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             opened = opening.result() if opening.done() else None
-        except (AgentLostError, OSError) as error:
+        except (AgentLostError, OSError) as error:  # it, or this process, has no descriptors left, perhaps for now
+            self._direct_failures += 1
             return log.debug("no direct connection to %s: %s", self._channel.agent, error)
-        except asyncio.CancelledError:
-            self._no_direct = False
-            raise
         finally:
             opening.cancel()
-        if opened is not None and self.lost.done():
+            self._opening_direct = False
+        if opened is None:
+            self._direct_failures = _DIRECT_FAILURES
+        elif self.lost.done():
             opened.retire()
-        elif opened is not None:
-            self.direct, self._no_direct = opened, False
+        else:
+            self.direct, self._direct_failures = opened, 0
 
     def begin_direct(self, connection: DirectConnection) -> DirectRequest:
         """A request that the calling thread is about to make over ``connection``. ``end_direct`` ends it."""

@@ -45,7 +45,7 @@ LEAVE_TIMEOUT = 1.0
 #: Descriptors of a session besides its bus connection: a pidfd, the descriptor connection, and those that it sends.
 SESSION_DESCRIPTORS = 4
 #: Further bus connections of one session. A worker has one, and those that it is about to close.
-MAX_DIRECT = 4
+MAX_DIRECT = 16
 
 
 class Service(Protocol):

@@ -14,10 +14,10 @@ def ask_directly(client: TensorBusClient, batch: BatchHandle) -> DirectConnectio
     link = batch._inner._registration.connection.link
 
     async def opened() -> DirectConnection:
-        if link.wants_direct:
-            await link.open_direct()
-        while link.direct is None:  # noqa: ASYNC110 - it is being opened already
-            await asyncio.sleep(0)
+        while link.direct is None:  # the transfer before may have begun to open it
+            link._check()
+            assert link.wants_direct or link._opening_direct, "the agent takes no direct connection"
+            await (link.open_direct() if link.wants_direct else asyncio.sleep(0))
         return link.direct
 
     return client._run(opened())
