@@ -10,6 +10,7 @@ So an event loop decides all that is not usual, and the usual call has one chang
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -126,7 +127,7 @@ class DirectTransfer:
             blocks=True,
         )
         left = self.left
-        return Request(id, None if left == float("inf") else left, message)
+        return Request(id, None if left == math.inf else left, message)
 
     def _answer(self, connection: DirectConnection) -> Moved | None:
         """The usual answer; None if something else has happened."""
