@@ -40,23 +40,28 @@ def opening(socket_type: bytes) -> bytes:
     return b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00" + _MECHANISM + bytes(32) + frame(ready, _COMMAND)
 
 
-def frame_at(data: memoryview, at: int) -> tuple[bytes, int] | None:
-    """The body of the frame at ``at`` of what an agent sends after READY, and where the next begins; None if it has not
-    come whole. NotZmtp for anything but messages of one frame."""
+def _header(data: memoryview | bytearray, at: int, allowed: int) -> tuple[int, int, int] | None:
+    """(flags, bytes of the body, where it begins) of the frame at ``at``; None if that has not come yet."""
     if len(data) < at + 2:
         return None
     flags = data[at]
-    if flags & ~_LONG:
+    if flags & ~allowed:
         raise NotZmtp(f"a frame with flags {flags:#x}")
-    if flags & _LONG:
-        if len(data) < at + 9:
-            return None
-        size, start = int.from_bytes(data[at + 1 : at + 9], "big"), at + 9
-    else:
-        size, start = data[at + 1], at + 2
-    if len(data) < start + size:
+    if not flags & _LONG:
+        return flags, data[at + 1], at + 2
+    if len(data) < at + 9:
         return None
-    return bytes(data[start : start + size]), start + size
+    return flags, int.from_bytes(data[at + 1 : at + 9], "big"), at + 9
+
+
+def frame_at(data: memoryview, at: int) -> tuple[bytes, int] | None:
+    """The body of the frame at ``at`` of what an agent sends after READY, and where the next begins; None if it has not
+    come whole. NotZmtp for anything but messages of one frame."""
+    header = _header(data, at, _LONG)
+    if header is None:
+        return None
+    _, size, start = header
+    return (bytes(data[start : start + size]), start + size) if len(data) >= start + size else None
 
 
 class Parser:
@@ -104,17 +109,10 @@ class Parser:
 
     def _frame(self, at: int) -> tuple[int, bytes, int] | None:
         data = self._data
-        if len(data) < at + 2:
+        header = _header(data, at, _MORE | _LONG | _COMMAND)
+        if header is None:
             return None
-        flags = data[at]
-        if flags & ~(_MORE | _LONG | _COMMAND):
-            raise NotZmtp(f"a frame with flags {flags:#x}")
-        if flags & _LONG:
-            if len(data) < at + 9:
-                return None
-            size, start = int.from_bytes(data[at + 1 : at + 9], "big"), at + 9
-        else:
-            size, start = data[at + 1], at + 2
+        flags, size, start = header
         if size + sum(map(len, self._parts)) > (_MAX_COMMAND if flags & _COMMAND else self._max):
             raise NotZmtp(f"a frame of {size} bytes")
         if len(self._parts) > 64:
