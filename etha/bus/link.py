@@ -217,6 +217,8 @@ class AgentLink:
         """Open the direct connection. It is no error if there can be none."""
         from etha.bus.direct import DirectConnection  # here, because it loads NumPy, and few sessions ask so
 
+        if not self.wants_direct:
+            return  # several calls have asked for it
         self._opening_direct = True
         opening = asyncio.ensure_future(DirectConnection.connect(self._path, self.welcome.session, self.agent_pid))
         try:
@@ -227,6 +229,11 @@ class AgentLink:
         except (AgentLostError, OSError) as error:  # it, or this process, has no descriptors left, perhaps for now
             self._direct_failures += 1
             return log.debug("no direct connection to %s: %s", self._channel.agent, error)
+        except asyncio.CancelledError:
+            done = opening.done() and not opening.cancelled() and opening.exception() is None
+            if done and (made := opening.result()) is not None:
+                made.retire()
+            raise
         finally:
             opening.cancel()
             self._opening_direct = False
@@ -242,6 +249,16 @@ class AgentLink:
         request = DirectRequest(next(self._ids), connection)
         self._direct_requests[request.id] = request
         return request
+
+    def abandon(self, id: int) -> None:
+        """Cancel a request of another thread, which waits for it no more. From any thread."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._cancel_direct, id)
+
+    def _cancel_direct(self, id: int) -> None:
+        if id not in self._calls and not self.lost.done():  # else it was handed over after all
+            with suppress(AgentLostError):
+                self._channel.post(Cancel(id))
 
     def end_direct(self, request: DirectRequest) -> None:
         """The request has its answer, was handed over, or was never sent. Idempotent."""

@@ -11,7 +11,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
@@ -551,6 +551,7 @@ class AsyncTensorBusClient(OfOneProcess):
             return result
 
         async def go_on() -> TransferResult:
+            call.handed = True
             task = asyncio.current_task()
             if call.interrupted and task is not None:
                 task.cancel()
@@ -559,7 +560,7 @@ class AsyncTensorBusClient(OfOneProcess):
             return moved
 
         def hand_over(error: BaseException | None) -> TransferResult:
-            call.handed, call.interrupted = True, error is not None
+            call.interrupted = error is not None
             try:
                 result = run(go_on())
             except BaseException:
@@ -578,9 +579,10 @@ class AsyncTensorBusClient(OfOneProcess):
             served = not link.lost.done() and registration.connection is self._connection
             if not (usable and served and registration.moves_directly(verb)):
                 return None
+            if collapser.working:  # its lock is the event loop's, too, and a signal handler may wait for the loop
+                return None
             registration.check_unmoved()
-            with collapser.transferring() if collapser.working else nullcontext():
-                return call.run(connection, finish, hand_over)
+            return call.run(connection, finish, hand_over)
         except RegistrationError:
             if call.word:
                 raise

@@ -310,25 +310,27 @@ class _SwitchInterval:
     def __init__(self) -> None:
         # One that a signal handler can take again, because handlers may transfer, too.
         self._lock = threading.RLock()
-        self._calls = 0
+        #: Those that are inside. An interrupt may come between any two steps, so leaving twice, or without having
+        #: entered, must do no harm; a child may leave what its parent has entered.
+        self._calls: set[object] = set()
         self._before: float | None = None
 
-    def begin(self) -> None:
+    def begin(self, call: object) -> None:
         with self._lock:
-            self._calls += 1
-            if self._calls == 1 and (before := sys.getswitchinterval()) > SHORT_SWITCH:
+            self._calls.add(call)
+            if self._before is None and (before := sys.getswitchinterval()) > SHORT_SWITCH:
                 self._before = before
                 sys.setswitchinterval(SHORT_SWITCH)
 
-    def end(self) -> None:
+    def end(self, call: object) -> None:
         with self._lock:
-            self._calls = max(0, self._calls - 1)  # a child may leave what its parent has entered
-            if self._calls == 0:
+            self._calls.discard(call)
+            if not self._calls:
                 self._restore()
 
     def forked(self) -> None:
         """In the child, which has none of the calls, and whose copy of the lock may be held for ever."""
-        self._lock, self._calls = threading.RLock(), 0
+        self._lock, self._calls = threading.RLock(), set()
         self._restore()
 
     def _restore(self) -> None:
@@ -348,11 +350,12 @@ def quick_switches() -> Iterator[None]:
 
     Several threads may be inside at once; the last one restores the interval, unless it was changed meanwhile.
     """
-    _interval.begin()
+    call = object()
     try:
+        _interval.begin(call)
         yield
     finally:
-        _interval.end()
+        _interval.end(call)
 
 
 def in_own_thread(on_commit: OnCommit) -> OnCommit:

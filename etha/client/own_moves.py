@@ -96,6 +96,8 @@ class CallPull:
         try:
             self._run = PullRun(self._table(self._request), self._request.threads)
             self._run.start()
+        except (OSError, RuntimeError, ImportError) as error:  # no descriptors, no threads or no memory are left
+            self._failed = AccessError(f"this worker could not begin to copy: {error}")
         except (ReachError, ValueError) as error:
             self._failed = error if isinstance(error, AccessError) else ReachError(str(error))
 
@@ -127,14 +129,14 @@ class CallPull:
     def finish(self) -> Pulled:
         """Wait until it has ended, and what the agent is told of that. Once."""
         failed, run = self._failed, self._run
-        if run is not None and failed is None:
+        if run is not None:
             try:
                 run.finish()
             except ReachError as error:
-                failed = error
+                failed = failed or error
             except Exception as error:  # a fault of ours must not leave the transfer waiting
                 log.exception("batch %s: copies of this worker failed", self._registration.batch)
-                failed = ReachError(f"the worker's own copies failed, a bug of Etha: {error!r}")
+                failed = failed or ReachError(f"the worker's own copies failed, a bug of Etha: {error!r}")
             if (tracer := trace.active) is not None:
                 about = {"name": "copy", "batch": self._registration.batch, "seq": self._request.seq}
                 tracer.piece("own copies", self._begun, about, 0, run.done, failed)

@@ -228,15 +228,15 @@ async def _once(
     confirmed: list[Answer | None] = []
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left
+    given = timeout if direct is None else direct.seconds
 
     own: list[OwnMoves] = []  # none, or one: few calls move something themselves
 
     def take_pull() -> None:
-        if direct is not None and direct.pull is not None:
+        if direct is not None and (pull := direct.take_pull()) is not None:
             if not own:
                 own.append(OwnMoves(registration, link, verb))
-            own[0].follow(direct.pull)
-            direct.pull = None
+            own[0].follow(pull)
 
     if direct is not None and not direct.interrupted:
         take_pull()
@@ -250,7 +250,7 @@ async def _once(
             own[0].begin(message)
 
     def late() -> TransferError:
-        why = f"the agent did not answer by the deadline of {timeout:g} s"
+        why = f"the agent did not answer by the deadline of {given:g} s"
         if call.interrupted is not None:
             why = f"{call.interrupted}, and the agent did not confirm the end of this call"
         return TransferTimeoutError(

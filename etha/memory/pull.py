@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from etha.memory.process import IoVec, ProcessMemory, lie_inside, start_time
-from etha.memory.reach import AccessError, ReachError, WorkerGoneError
+from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 
 if TYPE_CHECKING:
     from etha.native.pull import PullLibrary
@@ -174,8 +174,13 @@ class PullRun:
         library = load_pull()
         if library is None or not library.start(struct):
             struct.running = 1
-            self._python = threading.Thread(target=self._copy_all, name="etha-pull", daemon=True)
-            self._python.start()
+            python = threading.Thread(target=self._copy_all, name="etha-pull", daemon=True)
+            try:
+                python.start()
+            except RuntimeError:
+                struct.running = 0
+                raise
+            self._python = python
 
     def finish(self) -> None:
         """Wait until it is over. Raises the ReachError of the first copy that failed. It must follow a ``start``, even
@@ -188,6 +193,11 @@ class PullRun:
         try:
             if self._failed is not None:
                 raise self._found(self._failed) if isinstance(self._failed, ReachError) else self._failed
+            if struct.error and struct.pid == os.getpid():
+                text = f"this worker's own memory at {struct.address:#x} cannot be written: was it freed, or protected?"
+                fault = FaultError(text, pid=struct.pid)
+                fault.address = int(struct.address)
+                raise self._found(fault)
             if struct.error:
                 memory = next(memory for memory in self._memories if memory.pid == struct.pid)
                 raise self._found(memory.error(struct.error, struct.address))

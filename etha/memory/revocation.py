@@ -18,10 +18,11 @@ access is one aligned 32-bit move (memoryview of "I").
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import os
 import platform
-import threading
+from collections import deque
 from typing import Any
 
 from etha.errors import ConfigError, RegistrationError
@@ -54,33 +55,42 @@ def _words(pages: ctypes.Array[Any]) -> memoryview:
 
 
 class RevocationPage:
-    """The worker's end. ``fd`` is sent to the agent once. Call close() when the session ends."""
+    """The worker's end. ``fd`` is sent to the agent once. Call close() when the session ends.
+
+    For any thread, and without a lock, because a signal handler may transfer while the thread that it interrupts would
+    hold one.
+    """
 
     def __init__(self) -> None:
         self.fd = sealed_memfd("etha-revocation", NBYTES)
         self._pages = map_pages(self.fd, NBYTES)
         self._words = _words(self._pages)
-        self._lock = threading.Lock()
-        self._free = list(range(SLOTS - 1, 0, -1))
+        self._free = deque(range(SLOTS - 1, 0, -1))
+        #: Slots that a frozen agent was inside when they were given back.
+        self._stuck: deque[int] = deque()
         self._used = 0
-        self._stuck: list[int] = []
-        self._ticket = 0
+        self._tickets = itertools.count(1)
+        #: The words that are lent. Who takes one out gives its slot back.
+        self._lent: dict[int, int] = {}
 
     def open(self) -> int:
         """Lend this worker's registered memory to one call. The returned word goes to the agent with the call."""
-        with self._lock:
-            # A slot that a frozen agent was inside is lent again only after it has left.
-            self._free += [s for s in self._stuck if not self._inside(s)]
-            self._stuck = [s for s in self._stuck if self._inside(s)]
-            if not self._free or self._ticket == _MAX_TICKET:
-                raise ConfigError(
-                    f"more than {SLOTS - 1} transfers of one client are in flight: wait for some, or use another client"
-                )
+        for _ in range(len(self._stuck)):
+            self._give_back(self._stuck.popleft())  # if the agent has left it meanwhile
+        try:
             slot = self._free.pop()
-            self._used = max(self._used, slot)
-            self._ticket += 1
-            self._words[slot * _WORDS] = self._ticket
-            return self._ticket * SLOTS + slot
+        except IndexError:
+            slot = 0
+        ticket = next(self._tickets)
+        if not slot or ticket > _MAX_TICKET:
+            raise ConfigError(
+                f"more than {SLOTS - 1} transfers of one client are in flight: wait for some, or use another client"
+            )
+        word = ticket * SLOTS + slot
+        self._used = max(self._used, slot)
+        self._lent[word] = slot
+        self._words[slot * _WORDS] = ticket
+        return word
 
     def revoke(self, word: int) -> bool:
         """Take the memory back, so that no piece starts in it from now on. Idempotent.
@@ -89,19 +99,20 @@ class RevocationPage:
         as one piece takes, or until its frozen agent thaws. It takes about 20 us.
         """
         ticket, slot = divmod(word, SLOTS)
-        with self._lock:
-            if self._words[slot * _WORDS] != ticket:
-                return not self._inside(slot)
+        if self._words[slot * _WORDS] == ticket:
             self._words[slot * _WORDS] = 0
             self._fence()
-            quiet = not self._inside(slot)
-            (self._free if quiet else self._stuck).append(slot)
-            return quiet
+        quiet = not self._inside(slot)
+        if self._lent.pop(word, None) is not None:
+            self._give_back(slot)
+        return quiet
+
+    def _give_back(self, slot: int) -> None:
+        (self._stuck if self._inside(slot) else self._free).append(slot)
 
     def busy(self, word: int) -> bool:
         """Whether a lane thread is inside the memory lent under ``word``, which was revoked."""
-        with self._lock:
-            return self._inside(word % SLOTS)
+        return self._inside(word % SLOTS)
 
     def _inside(self, slot: int) -> bool:
         return any(self._words[slot * _WORDS + 1 : (slot + 1) * _WORDS])
@@ -116,13 +127,12 @@ class RevocationPage:
 
     def close(self) -> None:
         """Revoke everything and close the descriptor. Idempotent."""
-        with self._lock:
-            for slot in range(1, self._used + 1):
-                self._words[slot * _WORDS] = 0
-            self._free = []
-            if self.fd >= 0:
-                os.close(self.fd)
-                self.fd = -1
+        for slot in range(1, self._used + 1):
+            self._words[slot * _WORDS] = 0
+        self._free.clear()
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class LentPage:

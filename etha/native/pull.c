@@ -44,11 +44,11 @@ static void pull_advance(const struct iovec *rows, uint64_t *at, uint64_t *skip,
     *skip = bytes;
 }
 
-static void pull_failed(etha_pull *p, uint64_t chunk, int32_t code, const struct iovec *remote) {
+static void pull_failed(etha_pull *p, int32_t pid, int32_t code, const struct iovec *row) {
     int32_t none = 0;
     if (__atomic_compare_exchange_n(&p->error, &none, code, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
-        p->pid = p->pids[chunk];
-        p->address = (uint64_t)remote[0].iov_base;
+        p->pid = pid;
+        p->address = (uint64_t)row->iov_base;
     }
     __atomic_store_n(&p->stop, 1, __ATOMIC_RELEASE);
 }
@@ -64,7 +64,7 @@ WIDE static void cast_f16_f32(const uint16_t *from, float *to, uint64_t n) { SAM
 static void pull_cast(etha_pull *p, uint64_t chunk, void **buffer) {
     struct iovec local[PULL_ROWS], remote[PULL_ROWS];
     if (!*buffer && !(*buffer = malloc(CAST_BLOCK * (sizeof(float) + sizeof(uint16_t)))))
-        return pull_failed(p, chunk, ENOMEM, p->remote + (chunk ? p->remote_ends[chunk - 1] : 0));
+        return pull_failed(p, p->pids[chunk], ENOMEM, p->remote + (chunk ? p->remote_ends[chunk - 1] : 0));
     float *wide = *buffer;
     uint16_t *narrow = (uint16_t *)(wide + CAST_BLOCK);
     int32_t cast = p->casts[chunk], narrows = cast == CAST_F32_BF16 || cast == CAST_F32_F16;
@@ -75,7 +75,7 @@ static void pull_cast(etha_pull *p, uint64_t chunk, void **buffer) {
         uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
         struct iovec read = {.iov_base = narrows ? (void *)wide : (void *)narrow, .iov_len = CAST_BLOCK * size};
         ssize_t n = process_vm_readv(p->pids[chunk], &read, 1, remote, remotes, 0);
-        if (n <= 0 || (uint64_t)n % size) return pull_failed(p, chunk, n < 0 ? errno : EFAULT, remote);
+        if (n <= 0 || (uint64_t)n % size) return pull_failed(p, p->pids[chunk], n < 0 ? errno : EFAULT, remote);
         uint64_t count = (uint64_t)n / size;
         if (cast == CAST_F32_BF16) cast_f32_bf16(wide, narrow, count);
         if (cast == CAST_BF16_F32) cast_bf16_f32(narrow, wide, count);
@@ -85,7 +85,7 @@ static void pull_cast(etha_pull *p, uint64_t chunk, void **buffer) {
         while (made.iov_len) { /* by the kernel, because memory that was unmapped must be an error and not a signal */
             uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
             ssize_t written = process_vm_readv(p->own, local, locals, &made, 1, 0);
-            if (written <= 0) return pull_failed(p, chunk, written < 0 ? errno : EFAULT, remote);
+            if (written <= 0) return pull_failed(p, p->own, written < 0 ? errno : EFAULT, local);
             made.iov_base = (uint8_t *)made.iov_base + written;
             made.iov_len -= (size_t)written;
             pull_advance(p->local, &here, &here_skip, (uint64_t)written);
@@ -103,7 +103,7 @@ static void pull_chunk(etha_pull *p, uint64_t chunk) {
         uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
         uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
         ssize_t n = process_vm_readv(p->pids[chunk], local, locals, remote, remotes, 0);
-        if (n <= 0) return pull_failed(p, chunk, n < 0 ? errno : EFAULT, remote);
+        if (n <= 0) return pull_failed(p, p->pids[chunk], n < 0 ? errno : EFAULT, remote);
         __atomic_fetch_add(&p->done, (uint64_t)n, __ATOMIC_RELAXED);
         pull_advance(p->local, &here, &here_skip, (uint64_t)n);
         pull_advance(p->remote, &there, &there_skip, (uint64_t)n);

@@ -11,7 +11,9 @@ from etha.client.sync import BatchHandle, TensorBusClient
 
 def ask_directly(client: TensorBusClient, batch: BatchHandle) -> DirectConnection:
     """From now on blocking transfers of ``batch`` are made by their own threads. The connection over which they ask."""
-    link = batch._inner._registration.connection.link
+    connection = batch._inner._registration.connection
+    connection.collapser.settle()  # meanwhile calls go over the loop
+    link = connection.link
 
     async def opened() -> DirectConnection:
         while link.direct is None:  # the transfer before may have begun to open it
@@ -28,9 +30,9 @@ def count_direct() -> list[DirectTransfer]:
     calls: list[DirectTransfer] = []
     run = DirectTransfer._answer
 
-    def counted(self: DirectTransfer, connection: DirectConnection) -> object:
+    def counted(self: DirectTransfer, connection: DirectConnection, pid: int) -> object:
         calls.append(self)
-        return run(self, connection)
+        return run(self, connection, pid)
 
     DirectTransfer._answer = counted  # type: ignore[method-assign, assignment]
     return calls
