@@ -103,7 +103,15 @@ static void pull_chunk(etha_pull *p, uint64_t chunk) {
         uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
         uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
         ssize_t n = process_vm_readv(p->pids[chunk], local, locals, remote, remotes, 0);
-        if (n <= 0) return pull_failed(p, p->pids[chunk], n < 0 ? errno : EFAULT, remote);
+        if (n <= 0) {
+            int32_t code = n < 0 ? errno : EFAULT;
+            if (code == EFAULT) { /* at either end: it is this one if the first byte over there can be read */
+                uint8_t byte;
+                struct iovec to = {.iov_base = &byte, .iov_len = 1}, from = {.iov_base = remote[0].iov_base, .iov_len = 1};
+                if (process_vm_readv(p->pids[chunk], &to, 1, &from, 1, 0) == 1) return pull_failed(p, p->own, code, local);
+            }
+            return pull_failed(p, p->pids[chunk], code, remote);
+        }
         __atomic_fetch_add(&p->done, (uint64_t)n, __ATOMIC_RELAXED);
         pull_advance(p->local, &here, &here_skip, (uint64_t)n);
         pull_advance(p->remote, &there, &there_skip, (uint64_t)n);

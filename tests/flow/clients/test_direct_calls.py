@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -19,6 +20,7 @@ from etha.bus.direct import DirectConnection
 from etha.client.direct import DirectTransfer
 from etha.errors import (
     AgentLostError,
+    ConfigError,
     EthaError,
     PeerLostError,
     RegistrationError,
@@ -32,6 +34,7 @@ from tests.flow.jobs import Job, tell, wait_for
 from tests.flow.sites import Site
 from tests.processes import send_signal
 from tests.seconds import within
+from tests.unit.bus.echo import open_descriptors
 
 pytestmark = pytest.mark.ways("local")
 
@@ -188,15 +191,12 @@ def test_two_threads_at_once_are_both_right(site: Site, pair: str, calls: list[D
 
 
 def test_descriptors_are_given_back(duet: Duet, calls: list[DirectTransfer]) -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = descriptors()
+    before = len(open_descriptors())
     for _ in range(20):  # each is handed over, which costs its connection
         with pytest.raises(TransferTimeoutError):
             duet.recv.transfer("recv", timeout=0.01)
         ask_directly(duet.inference, duet.recv)
-    assert descriptors() == before
+    assert len(open_descriptors()) == before
     link = duet.recv._inner._registration.connection.link
     assert not link._direct_requests and len(calls) == 20
 
@@ -473,6 +473,92 @@ def test_a_handler_of_a_signal_may_transfer_too(site: Site, pair: str) -> None:
         giver.go("first")
         assert taker.result() == [2.0, 2.0, 9.0, 9.0]
         giver.result()
+
+
+def alarmed(pair: str, turns: int) -> tuple[int, int]:
+    """(versions received, calls of the handler) with a handler that transfers at any moment."""
+    with (rank := Rank(pair, "inference")).client:
+        with rank.client.register_tensors("second", {"w": torch.zeros(4)}, pair_name=pair) as batch:
+            handled = []
+
+            def handle(number: int, at: object) -> None:
+                with pytest.raises(TransferTimeoutError):
+                    batch.transfer("recv", timeout=0)
+                handled.append(number)
+
+            signal.signal(signal.SIGALRM, handle)
+            signal.setitimer(signal.ITIMER_REAL, 0.004, 0.004)
+            tell("waits")
+            for turn in range(2, turns + 1):
+                assert rank.move().version == turn and bool((rank.tensor == turn).all())
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            return turns, len(handled)
+
+
+def gives_many(pair: str, turns: int) -> None:
+    with (rank := Rank(pair, "trainer")).client:
+        with rank.client.register_tensors("second", {"w": torch.zeros(4)}, pair_name=pair):
+            wait_for("go")
+            for turn in range(2, turns + 1):
+                rank.tensor.fill_(turn)
+                rank.move(version=turn)
+
+
+def test_a_handler_that_transfers_at_any_moment_hangs_nothing(site: Site, pair: str) -> None:
+    """The event loop, for which the handler waits, needs nothing that the interrupted thread holds."""
+    with Job(site.env) as job:
+        taker = job.start(alarmed, pair, 600, at=("inference", 0))
+        giver = job.start(gives_many, pair, 600, at=("trainer", 0))
+        taker.expect("waits")
+        giver.go("go")
+        turns, handled = taker.result()
+        assert turns == 600 and handled > 10
+        giver.result()
+
+
+def forks_in_a_handler(pair: str) -> tuple[float, int]:
+    """(what it has received, how a child ended that returned from the handler into the call)."""
+    with (rank := Rank(pair, "inference")).client:
+        parent = os.getpid()
+
+        def fork(number: int, at: object) -> None:
+            if os.fork():
+                tell("forked")
+
+        signal.signal(signal.SIGUSR1, fork)
+        tell("waits")
+        try:
+            rank.move()
+        except ConfigError:
+            if os.getpid() != parent:
+                os._exit(7)
+            raise
+        return float(rank.tensor[0]), os.waitstatus_to_exitcode(os.wait()[1])
+
+
+def test_a_child_that_returns_from_a_handler_leaves_its_parents_call_alone(site: Site, pair: str) -> None:
+    with Job(site.env) as job:
+        taker = job.start(forks_in_a_handler, pair, at=("inference", 0))
+        giver = job.start(sender, pair, 1, at=("trainer", 0))
+        taker.expect("waits")
+        asks(taker.pid)
+        os.kill(taker.pid, signal.SIGUSR1)
+        taker.expect("forked")
+        giver.go("send")
+        assert taker.result() == (2.0, 7)
+        giver.result()
+
+
+def test_several_calls_that_end_at_once_open_one_connection(site: Site, pair: str) -> None:
+    with Duet(site, pair) as duet:
+        link = duet.recv._inner._registration.connection.link
+
+        async def several() -> None:
+            await asyncio.gather(*(link.open_direct() for _ in range(5)))
+
+        before = len(open_descriptors())
+        duet.inference._run(several())
+        assert len(open_descriptors()) == before + 2, "more than a socket and an eventfd"
 
 
 def forks(pair: str) -> tuple[str, float]:

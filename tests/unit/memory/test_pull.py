@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
+import mmap
 import os
 import random
 import threading
@@ -242,6 +244,33 @@ def test_memory_that_was_freed_is_named(way: str, other: Other) -> None:
     with pytest.raises(FaultError, match="no memory at 0x1000") as caught:
         carry_out(PullRun(wrong, threads=2))
     assert (caught.value.pid, caught.value.address, caught.value.moved) == (other.pid, 4096, 0)
+
+
+@pytest.mark.parametrize("cast", [Cast.NONE, Cast.BFLOAT16_FLOAT32, Cast.FLOAT32_BFLOAT16], ids=lambda cast: cast.name)
+def test_memory_here_that_cannot_be_written_is_named_and_not_the_senders(other: Other, cast: Cast) -> None:
+    if load_pull() is None:
+        pytest.skip("no C compiler (cc) on the path")
+    page = mmap.PAGESIZE
+    with mmap.mmap(-1, 2 * page) as target:
+        address = ctypes.addressof((ctypes.c_char * (2 * page)).from_buffer(target))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), mmap.PROT_READ) == 0
+        there, here = cast.sizes
+        made = PullTable(
+            processes=((other.pid, other.started),),
+            process=np.zeros(1, np.int32),
+            local=np.array([(address, 2 * page)], np.uint64),
+            remote=np.array([(other.address, 2 * page // here * there)], np.uint64),
+            local_ends=np.array([1], np.uint64),
+            remote_ends=np.array([1], np.uint64),
+            casts=np.array([cast], np.int32),
+        )
+        with pytest.raises(
+            FaultError, match=f"this worker's own memory at {address + page:#x} cannot be written"
+        ) as caught:
+            carry_out(PullRun(made, threads=1))
+        assert (caught.value.pid, caught.value.address) == (os.getpid(), address + page)
+        gc.collect()
 
 
 def test_a_process_that_dies_meanwhile_is_no_success(way: str, other: Other, monkeypatch: pytest.MonkeyPatch) -> None:
