@@ -14,17 +14,18 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from etha.bus.codec import Push, Reply, Request
-from etha.bus.direct import DirectConnection
 from etha.bus.link import DirectRequest
 from etha.bus.messages import Moved, Pull, Transfer
 from etha.bus.process import check_not_forked
 from etha.client.own_moves import PROGRESS_EVERY, CallPull
 from etha.client.registration import Registration
 from etha.client.results import TransferResult, Version
-from etha.native.direct import Exchanged
+
+if TYPE_CHECKING:
+    from etha.bus.direct import DirectConnection
 
 
 class DirectTransfer:
@@ -152,6 +153,8 @@ class DirectTransfer:
 
     def _answer(self, connection: DirectConnection, pid: int) -> Moved | None:
         """The usual answer; None if something else has happened."""
+        from etha.native.direct import Exchanged  # here, because importing etha loads nothing compiled
+
         request, pulls = self.request, self._pulls
         assert request is not None
         self.asked = time.monotonic()
