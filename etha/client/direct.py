@@ -5,7 +5,7 @@
                      +--a signal, a deadline, an error, a push, the end of the connection, ``close``-->
                         the event loop goes on with the call (``client.transfer``), and the thread waits for that
 
-So an event loop decides all that is not usual, and the usual call has one change of threads there and one back.
+So the event loop decides all that is not usual, and the usual call passes no other thread of this process.
 """
 
 from __future__ import annotations

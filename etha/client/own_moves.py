@@ -127,7 +127,7 @@ class CallPull:
         return tables[request.table]
 
     def finish(self) -> Pulled:
-        """Wait until it has ended, and what the agent is told of that. Once."""
+        """Wait until it has ended. Returns what the agent is told of that."""
         failed, run = self._failed, self._run
         if run is not None:
             try:
