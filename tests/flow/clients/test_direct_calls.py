@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate
 import etha
 from etha.bus.direct import DirectConnection
 from etha.client.direct import DirectTransfer
+from etha.client.loop_thread import LoopThread
 from etha.errors import (
     AgentLostError,
     ConfigError,
@@ -139,6 +140,24 @@ def again(duet: Duet) -> None:
         assert torch.all(duet.target == turn)
         ask_directly(duet.trainer, duet.send)
         ask_directly(duet.inference, duet.recv)
+
+
+def test_what_nobody_could_take_over_is_cancelled(
+    duet: Duet, calls: list[DirectTransfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a second interrupt before the event loop has heard of the call: no later send may meet it."""
+
+    def interrupted(self: LoopThread, work: Any) -> None:
+        work.close()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopThread, "call", interrupted)
+        call = waiting(duet, calls)
+        calls[-1].interrupt("a test")
+        assert isinstance(call.error(), KeyboardInterrupt)
+    assert calls[-1].request is not None and calls[-1].request.connection.closed
+    again(duet)
 
 
 @pytest.mark.parametrize("what", ["client", "batch"])
