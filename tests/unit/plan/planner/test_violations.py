@@ -8,7 +8,7 @@ from torch.distributed.tensor._ops._embedding_ops import _MaskPartial  # type: i
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 
-from etha.errors import LayoutError, PlanError
+from etha.errors import ConfigError, LayoutError, PlanError
 from etha.plan import Layout, TensorSpec, build_plan, simulate, violations
 from etha.plan.layouts.dtypes import castable, from_name, name_of, wire_dtype
 
@@ -139,11 +139,16 @@ def test_target_partial_of_size_1_is_refused_too() -> None:
     assert codes(TensorSpec((4,), F32, WHOLE), TensorSpec((4,), F32, Layout((1,), [Partial()]))) == ["target_partial"]
 
 
-def test_malformed_input_is_a_layout_error() -> None:
+def test_places_for_too_few_ranks_are_a_layout_error() -> None:
     spec = {"w": TensorSpec((4,), F32, WHOLE)}
     with pytest.raises(LayoutError, match="source_hosts names 1 ranks"):
         build_plan(spec, spec, source_hosts=["a"])
-    with pytest.raises(LayoutError, match="target_agents"):
+
+
+def test_places_in_one_text_are_a_config_error() -> None:
+    """The text "ab" is no list of two ranks, although Python would go through it like one."""
+    spec = {"w": TensorSpec((4,), F32, WHOLE)}
+    with pytest.raises(ConfigError, match="target_agents='ab' must be a sequence"):
         build_plan(spec, spec, target_agents="ab")
 
 
