@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 #: Version of these messages. Raise it when a message gains, loses or changes a field: neither end takes unknown ones.
-PROTOCOL = 8
+PROTOCOL = 9
 #: Largest message in bytes; both ends pass it to their sockets, too.
 MAX_MESSAGE = 1 << 26
 #: Characters kept of an error's text and of a remote traceback.

@@ -26,6 +26,44 @@ if TYPE_CHECKING:
 MAX_THREADS = 16
 
 Ends = npt.NDArray[np.uint64]
+#: Rows (address, bytes, step, count) of uint64: ``count`` runs of that many bytes, each ``step`` bytes behind the one
+#: before. A step back is a large number, because addresses are counted modulo 2**64.
+Rows = npt.NDArray[np.uint64]
+#: Most runs of a table that are looked at one by one.
+_MAX_RUNS = 1 << 24
+
+
+def rows_of(runs: IoVec) -> Rows:
+    """Runs (address, bytes) as rows: three or more of equal length at equal steps are one row."""
+    n = len(runs)
+    rows = np.zeros((n, 4), np.uint64)
+    rows[:, :2], rows[:, 3] = runs, 1
+    if n < 3:
+        return rows
+    step, same = runs[1:, 0] - runs[:-1, 0], runs[1:, 1] == runs[:-1, 1]
+    # Steps number first[i] to last[i] - 1 are alike, and lead from run first[i] to run last[i].
+    alike = same[1:] & same[:-1] & (step[1:] == step[:-1])
+    first = np.flatnonzero(np.append(True, ~alike))
+    last = np.append(first[1:], n - 1)
+    joined = same[first] & (last - first >= 2)
+    begin = (first + np.append(False, joined[:-1]))[joined]  # the row before has taken the run that they share
+    change = np.zeros(n + 1, np.int64)
+    np.add.at(change, begin + 1, 1)
+    np.add.at(change, last[joined] + 1, -1)
+    starts = np.flatnonzero(np.cumsum(change[:n]) == 0)
+    count = np.diff(np.append(starts, n))
+    rows = rows[starts]
+    rows[:, 2] = np.where(count > 1, np.append(step, np.uint64(0))[starts], np.uint64(0))
+    rows[:, 3] = count
+    return rows
+
+
+def runs_of(rows: Rows) -> IoVec:
+    """The runs (address, bytes) of rows."""
+    count = rows[:, 3].astype(np.int64)
+    number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    runs = np.repeat(rows, count, axis=0)
+    return np.stack([runs[:, 0] + runs[:, 2] * number.astype(np.uint64), runs[:, 1]], axis=1)
 
 
 class Cast(enum.IntEnum):
@@ -48,7 +86,7 @@ _SIZES = {Cast.NONE: (1, 1), **{cast: (4, 2) if cast % 2 else (2, 4) for cast in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PullTable:
-    """What is copied, cut into chunks. Rows are (address, bytes); ``local`` is here, ``remote`` in another process.
+    """What is copied, cut into chunks of Rows; those of ``local`` are here, those of ``remote`` in another process.
 
     Chunk ``i`` has the rows up to number ``local_ends[i]`` and ``remote_ends[i]``, of equally many elements, from
     process number ``process[i]`` of ``processes``, each (pid, start time in clock ticks). ``casts[i]`` is its Cast:
@@ -57,8 +95,8 @@ class PullTable:
 
     processes: tuple[tuple[int, int], ...]
     process: npt.NDArray[np.int32]
-    local: IoVec
-    remote: IoVec
+    local: Rows
+    remote: Rows
     local_ends: Ends
     remote_ends: Ends
     casts: npt.NDArray[np.int32]
@@ -95,31 +133,43 @@ class PullTable:
         return cls(
             processes=tuple(processes),
             process=np.frombuffer(process, np.int32),
-            local=np.frombuffer(local, np.uint64).reshape(-1, 2),
-            remote=np.frombuffer(remote, np.uint64).reshape(-1, 2),
+            local=np.frombuffer(local, np.uint64).reshape(-1, 4),
+            remote=np.frombuffer(remote, np.uint64).reshape(-1, 4),
             local_ends=np.frombuffer(local_ends, np.uint64),
             remote_ends=np.frombuffer(remote_ends, np.uint64),
             casts=np.frombuffer(casts, np.int32),
         )
 
     def check_inside(self, spans: npt.NDArray[np.uint64]) -> None:
-        """ReachError unless every local row lies inside one of ``spans``, rows (address, bytes) sorted by address.
+        """ReachError unless every local run lies inside one of ``spans``, which are (address, bytes).
 
         The kernel would write wherever a row points.
         """
-        if not lie_inside(self.local, spans):
+        address, nbytes, step, count = self.local.T
+        back = step >> np.uint64(63) == 1
+        length = np.where(back, np.uint64(0) - step, step) * (count - np.uint64(1))
+        whole = np.stack([np.where(back, address - length, address), length + nbytes], axis=1)
+        if lie_inside(whole, spans):
+            return
+        # A row may go on from one tensor to the next, past what lies between.
+        if int(count.sum()) > _MAX_RUNS or not lie_inside(runs_of(self.local), spans):
             raise ReachError(
                 "the agent asks this worker to write outside of its registered tensors, so nothing was copied: this is "
                 "a fault in Etha, please report it"
             )
 
 
-def _sums(rows: IoVec, ends: Ends) -> npt.NDArray[np.uint64]:
-    """Bytes of each chunk. ValueError for ends that are no ascending row numbers up to the last."""
+def _sums(rows: Rows, ends: Ends) -> npt.NDArray[np.uint64]:
+    """Bytes of each chunk. ValueError for rows that no memory could have, and for ends that do not ascend to the last
+    row."""
+    signed = rows.astype(np.float64)
+    signed[:, 2] = rows[:, 2].astype(np.int64)
+    if (rows[:, 3] == 0).any() or (np.abs(signed[:, 1:3]) * signed[:, 3:]).sum() >= 2.0**62:
+        raise ValueError("the rows of a pull have no runs, or more bytes than there are addresses")
     if not len(rows) or int(ends[-1]) != len(rows) or (ends[1:] <= ends[:-1]).any() or not int(ends[0]):
         raise ValueError(f"the ends of chunks do not ascend to their {len(rows)} rows")
     begin = np.concatenate([np.zeros(1, np.uint64), ends[:-1]]).astype(np.int64)
-    return np.add.reduceat(rows[:, 1], begin)
+    return np.add.reduceat(rows[:, 1] * rows[:, 3], begin)
 
 
 def load_pull() -> PullLibrary | None:
@@ -251,7 +301,7 @@ class PullRun:
     def _copy(self, memories: list[ProcessMemory], chunk: int) -> int:
         table = self._table
         local, remote = (
-            rows[int(ends[chunk - 1]) if chunk else 0 : int(ends[chunk])]
+            runs_of(rows[int(ends[chunk - 1]) if chunk else 0 : int(ends[chunk])])
             for rows, ends in ((table.local, table.local_ends), (table.remote, table.remote_ends))
         )
         memory, cast = memories[int(table.process[chunk])], Cast(int(table.casts[chunk]))

@@ -1,6 +1,7 @@
 /* Copies rows of other processes' memory into this process's own, on several threads: included by executor.c.
  *
- * The rows are cut into chunks, each of one process. A thread takes the next chunk, looks whether it shall stop, and calls
+ * A row is `count` runs of `nbytes` bytes, each `step` bytes behind the one before. The rows are cut into chunks, each of
+ * one process. A thread takes the next chunk, looks whether it shall stop, and calls
  * process_vm_readv, which needs nothing of the other process and reports errors as numbers. Both tables of a chunk have
  * the same number of bytes, of a cast the same number of elements, but may be cut differently. */
 
@@ -10,10 +11,14 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { PULL_ROWS = 512, PULL_THREADS = 16 };
+enum { PULL_RUNS = 1024, PULL_THREADS = 16 }; /* runs of a call at each end: the kernel takes no more */
 
 typedef struct {
-    struct iovec *local, *remote;         /* rows: address, bytes */
+    uint64_t address, nbytes, step, count;
+} pull_row;
+
+typedef struct {
+    pull_row *local, *remote;
     uint64_t *local_ends, *remote_ends;   /* of each chunk: the number of the row after its last */
     int32_t *pids, *casts;                /* of each chunk */
     uint64_t chunks;
@@ -27,28 +32,95 @@ typedef struct {
     pthread_t workers[PULL_THREADS];
 } etha_pull;
 
-/* The rows from number `*at` on, without the first `*skip` bytes of the first, up to PULL_ROWS. */
-static uint64_t pull_window(const struct iovec *rows, uint64_t at, uint64_t end, uint64_t skip, struct iovec *window) {
-    uint64_t n = 0;
-    for (; at < end && n < PULL_ROWS; at++, n++) {
-        window[n].iov_base = (uint8_t *)rows[at].iov_base + skip;
-        window[n].iov_len = rows[at].iov_len - skip;
-        skip = 0;
+/* A place in a table of rows: byte `skip` of run number `run` of row number `at`, of the rows before number `end`. */
+typedef struct {
+    const pull_row *rows;
+    uint64_t at, end, run, skip;
+} pull_place;
+
+static pull_place pull_chunk_of(const pull_row *rows, const uint64_t *ends, uint64_t chunk) {
+    return (pull_place){.rows = rows, .at = chunk ? ends[chunk - 1] : 0, .end = ends[chunk]};
+}
+
+/* What is left of the run there. */
+static struct iovec pull_run(const pull_place *place) {
+    const pull_row *row = place->rows + place->at;
+    uint64_t address = row->address + place->run * row->step + place->skip;
+    return (struct iovec){.iov_base = (void *)address, .iov_len = row->nbytes - place->skip};
+}
+
+static void pull_advance(pull_place *place, uint64_t bytes) {
+    bytes += place->skip;
+    while (bytes && bytes >= place->rows[place->at].nbytes) {
+        bytes -= place->rows[place->at].nbytes;
+        if (++place->run == place->rows[place->at].count) place->run = 0, place->at++;
     }
-    return n;
+    place->skip = bytes;
 }
 
-static void pull_advance(const struct iovec *rows, uint64_t *at, uint64_t *skip, uint64_t bytes) {
-    bytes += *skip;
-    while (bytes && bytes >= rows[*at].iov_len) bytes -= rows[(*at)++].iov_len;
-    *skip = bytes;
+/* The kernel takes some 0.5 us to find the pages of each run over there, and as long to copy 4 KiB or more. So runs with at
+ * most PULL_GAP bytes between them are read as one, and what lies between goes to a place where nobody looks. */
+enum { PULL_GAP = 4096 };
+
+typedef struct {
+    struct iovec local[PULL_RUNS], remote[PULL_RUNS];
+    uint64_t locals, remotes, gaps;
+    uint8_t nowhere[PULL_GAP];
+} pull_call;
+
+/* Makes the next call: as much from `here` and `there` on as it has room for. */
+static void pull_prepare(pull_call *call, pull_place here, pull_place there) {
+    call->locals = call->remotes = call->gaps = 0;
+    while (there.at < there.end && here.at < here.end && call->locals + 2 <= PULL_RUNS) {
+        struct iovec from = pull_run(&there), *last = call->remotes ? &call->remote[call->remotes - 1] : NULL;
+        /* Huge if the run lies before the last one. */
+        uint64_t gap = last ? (uint64_t)from.iov_base - ((uint64_t)last->iov_base + last->iov_len) : UINT64_MAX;
+        if (gap <= PULL_GAP) {
+            if (gap) call->local[call->locals++] = (struct iovec){.iov_base = call->nowhere, .iov_len = gap};
+            last->iov_len += gap;
+            call->gaps += gap;
+        } else {
+            last = &call->remote[call->remotes++];
+            *last = (struct iovec){.iov_base = from.iov_base};
+        }
+        uint64_t taken = 0;
+        while (taken < from.iov_len && here.at < here.end && call->locals < PULL_RUNS) {
+            struct iovec *to = &call->local[call->locals++];
+            *to = pull_run(&here);
+            if (to->iov_len > from.iov_len - taken) to->iov_len = from.iov_len - taken;
+            taken += to->iov_len;
+            pull_advance(&here, to->iov_len);
+        }
+        last->iov_len += taken;
+        pull_advance(&there, taken);
+    }
 }
 
-static void pull_failed(etha_pull *p, int32_t pid, int32_t code, const struct iovec *row) {
+/* How many of the first `bytes` bytes of a call did not go to nowhere. */
+static uint64_t pull_kept(const pull_call *call, uint64_t bytes) {
+    uint64_t kept = 0;
+    for (uint64_t i = 0; bytes && i < call->locals; i++) {
+        uint64_t part = call->local[i].iov_len < bytes ? call->local[i].iov_len : bytes;
+        if (call->local[i].iov_base != call->nowhere) kept += part;
+        bytes -= part;
+    }
+    return kept;
+}
+
+/* Reads the next bytes of process `pid`. Returns how many came, or the negative errno if none did. */
+static int64_t pull_read(pull_call *call, int32_t pid, pull_place here, pull_place there) {
+    pull_prepare(call, here, there);
+    ssize_t n = process_vm_readv(pid, call->local, call->locals, call->remote, call->remotes, 0);
+    if (n < 0) return -(int64_t)errno;
+    /* It ends early at what cannot be read, also between two runs, and the next call begins with the run behind that. */
+    return call->gaps ? (int64_t)pull_kept(call, (uint64_t)n) : n;
+}
+
+static void pull_failed(etha_pull *p, int32_t pid, int32_t code, const void *address) {
     int32_t none = 0;
     if (__atomic_compare_exchange_n(&p->error, &none, code, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
         p->pid = pid;
-        p->address = (uint64_t)row->iov_base;
+        p->address = (uint64_t)address;
     }
     __atomic_store_n(&p->stop, 1, __ATOMIC_RELEASE);
 }
@@ -61,70 +133,64 @@ WIDE static void cast_bf16_f32(const uint16_t *from, float *to, uint64_t n) { SA
 WIDE static void cast_f32_f16(const float *from, uint16_t *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = to_f16(from[i]); }
 WIDE static void cast_f16_f32(const uint16_t *from, float *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = from_f16(from[i]); }
 
-static void pull_cast(etha_pull *p, uint64_t chunk, void **buffer) {
-    struct iovec local[PULL_ROWS], remote[PULL_ROWS];
+static void pull_cast(etha_pull *p, uint64_t chunk, pull_call *call, void **buffer) {
+    pull_place here = pull_chunk_of(p->local, p->local_ends, chunk), there = pull_chunk_of(p->remote, p->remote_ends, chunk);
     if (!*buffer && !(*buffer = malloc(CAST_BLOCK * (sizeof(float) + sizeof(uint16_t)))))
-        return pull_failed(p, p->pids[chunk], ENOMEM, p->remote + (chunk ? p->remote_ends[chunk - 1] : 0));
+        return pull_failed(p, p->pids[chunk], ENOMEM, pull_run(&there).iov_base);
     float *wide = *buffer;
     uint16_t *narrow = (uint16_t *)(wide + CAST_BLOCK);
     int32_t cast = p->casts[chunk], narrows = cast == CAST_F32_BF16 || cast == CAST_F32_F16;
     uint64_t size = narrows ? 4 : 2, target_size = narrows ? 2 : 4;
-    uint64_t here = chunk ? p->local_ends[chunk - 1] : 0, there = chunk ? p->remote_ends[chunk - 1] : 0;
-    uint64_t here_skip = 0, there_skip = 0;
-    while (there < p->remote_ends[chunk] && !__atomic_load_n(&p->stop, __ATOMIC_ACQUIRE)) {
-        uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
-        struct iovec read = {.iov_base = narrows ? (void *)wide : (void *)narrow, .iov_len = CAST_BLOCK * size};
-        ssize_t n = process_vm_readv(p->pids[chunk], &read, 1, remote, remotes, 0);
-        if (n <= 0 || (uint64_t)n % size) return pull_failed(p, p->pids[chunk], n < 0 ? errno : EFAULT, remote);
+    while (there.at < there.end && !__atomic_load_n(&p->stop, __ATOMIC_ACQUIRE)) {
+        pull_row read = {.address = narrows ? (uint64_t)wide : (uint64_t)narrow, .nbytes = CAST_BLOCK * size, .count = 1};
+        int64_t n = pull_read(call, p->pids[chunk], (pull_place){.rows = &read, .end = 1}, there);
+        if (n <= 0 || (uint64_t)n % size) return pull_failed(p, p->pids[chunk], n < 0 ? (int32_t)-n : EFAULT, call->remote[0].iov_base);
         uint64_t count = (uint64_t)n / size;
+        pull_advance(&there, (uint64_t)n);
         if (cast == CAST_F32_BF16) cast_f32_bf16(wide, narrow, count);
         if (cast == CAST_BF16_F32) cast_bf16_f32(narrow, wide, count);
         if (cast == CAST_F32_F16) cast_f32_f16(wide, narrow, count);
         if (cast == CAST_F16_F32) cast_f16_f32(narrow, wide, count);
-        struct iovec made = {.iov_base = narrows ? (void *)narrow : (void *)wide, .iov_len = count * target_size};
-        while (made.iov_len) { /* by the kernel, because memory that was unmapped must be an error and not a signal */
-            uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
-            ssize_t written = process_vm_readv(p->own, local, locals, &made, 1, 0);
-            if (written <= 0) return pull_failed(p, p->own, written < 0 ? errno : EFAULT, local);
-            made.iov_base = (uint8_t *)made.iov_base + written;
-            made.iov_len -= (size_t)written;
-            pull_advance(p->local, &here, &here_skip, (uint64_t)written);
+        pull_row made = {.address = narrows ? (uint64_t)narrow : (uint64_t)wide, .nbytes = count * target_size, .count = 1};
+        pull_place from = {.rows = &made, .end = 1};
+        while (from.at < from.end) { /* by the kernel, because memory that was unmapped must be an error and not a signal */
+            int64_t written = pull_read(call, p->own, here, from);
+            if (written <= 0) return pull_failed(p, p->own, written < 0 ? (int32_t)-written : EFAULT, call->local[0].iov_base);
+            pull_advance(&from, (uint64_t)written);
+            pull_advance(&here, (uint64_t)written);
         }
         __atomic_fetch_add(&p->done, count * 2, __ATOMIC_RELAXED);
-        pull_advance(p->remote, &there, &there_skip, (uint64_t)n);
     }
 }
 
-static void pull_chunk(etha_pull *p, uint64_t chunk) {
-    struct iovec local[PULL_ROWS], remote[PULL_ROWS];
-    uint64_t here = chunk ? p->local_ends[chunk - 1] : 0, there = chunk ? p->remote_ends[chunk - 1] : 0;
-    uint64_t here_skip = 0, there_skip = 0;
-    while (here < p->local_ends[chunk] && there < p->remote_ends[chunk]) {
-        uint64_t locals = pull_window(p->local, here, p->local_ends[chunk], here_skip, local);
-        uint64_t remotes = pull_window(p->remote, there, p->remote_ends[chunk], there_skip, remote);
-        ssize_t n = process_vm_readv(p->pids[chunk], local, locals, remote, remotes, 0);
+static void pull_chunk(etha_pull *p, uint64_t chunk, pull_call *call) {
+    pull_place here = pull_chunk_of(p->local, p->local_ends, chunk), there = pull_chunk_of(p->remote, p->remote_ends, chunk);
+    while (here.at < here.end && there.at < there.end) {
+        int64_t n = pull_read(call, p->pids[chunk], here, there);
         if (n <= 0) {
-            int32_t code = n < 0 ? errno : EFAULT;
+            int32_t code = n < 0 ? (int32_t)-n : EFAULT;
             if (code == EFAULT) { /* at either end: it is this one if the first byte over there can be read */
                 uint8_t byte;
-                struct iovec to = {.iov_base = &byte, .iov_len = 1}, from = {.iov_base = remote[0].iov_base, .iov_len = 1};
-                if (process_vm_readv(p->pids[chunk], &to, 1, &from, 1, 0) == 1) return pull_failed(p, p->own, code, local);
+                struct iovec to = {.iov_base = &byte, .iov_len = 1};
+                struct iovec from = {.iov_base = call->remote[0].iov_base, .iov_len = 1};
+                if (process_vm_readv(p->pids[chunk], &to, 1, &from, 1, 0) == 1) return pull_failed(p, p->own, code, call->local[0].iov_base);
             }
-            return pull_failed(p, p->pids[chunk], code, remote);
+            return pull_failed(p, p->pids[chunk], code, call->remote[0].iov_base);
         }
         __atomic_fetch_add(&p->done, (uint64_t)n, __ATOMIC_RELAXED);
-        pull_advance(p->local, &here, &here_skip, (uint64_t)n);
-        pull_advance(p->remote, &there, &there_skip, (uint64_t)n);
+        pull_advance(&here, (uint64_t)n);
+        pull_advance(&there, (uint64_t)n);
     }
 }
 
 static void *pull_work(void *of) {
     etha_pull *p = of;
     void *buffer = NULL;
+    pull_call call;
     while (!__atomic_load_n(&p->stop, __ATOMIC_ACQUIRE)) {
         uint64_t chunk = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
         if (chunk >= p->chunks) break;
-        p->casts[chunk] ? pull_cast(p, chunk, &buffer) : pull_chunk(p, chunk);
+        p->casts[chunk] ? pull_cast(p, chunk, &call, &buffer) : pull_chunk(p, chunk, &call);
     }
     free(buffer);
     return NULL;

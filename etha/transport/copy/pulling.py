@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etha.memory.process import IoVec
-from etha.memory.pull import Cast, PullTable
+from etha.memory.pull import Cast, PullTable, Rows, rows_of
 from etha.transport.copy.program import CopyPiece, Member, Program
-from etha.transport.geometry import iovec
+from etha.transport.geometry import boxes, iovec
 from etha.transport.geometry.iovec import Op
 from etha.transport.geometry.tiles import Path, Tile
 
@@ -23,7 +22,9 @@ from etha.transport.geometry.tiles import Path, Tile
 CHUNK = 1 << 20
 #: Smallest payload that workers pull: for less, their two messages take longer than the copy through the agent.
 MIN_BYTES = 1 << 20
-#: Most rows of all tables. Rows are sent once, as 32 bytes each.
+#: Shortest runs that a worker pulls out of the gaps between them, in bytes: an agent picks shorter ones faster.
+SHORT_RUN = 512
+#: Most rows of all tables. Rows are sent once, as 32 bytes each. Runs of equal length at equal steps are one row.
 MAX_ROWS = 1 << 19
 
 
@@ -63,15 +64,21 @@ def _pullable(program: Program, piece: CopyPiece) -> bool:
 
 
 def _direct(tile: Tile) -> bool:
-    """Whether a worker can copy the tile by itself. Very short runs are read faster with the gaps between them."""
+    """Whether a worker can copy the tile by itself, and not slower than the agent."""
     ends = tile.ends
     return (
         tile.path is Path.BOUNCE
         and ends.source_private
         and ends.target_private
         and _cast(tile) is not None
-        and not (tile.spanning and tile.read_nbytes > tile.numel * ends.source.itemsize)
+        and not (tile.spanning and tile.read_nbytes > tile.numel * ends.source.itemsize and _run(tile) < SHORT_RUN)
     )
+
+
+def _run(tile: Tile) -> int:
+    """Bytes of a run that is contiguous at both ends, at the narrower of the two dtypes."""
+    _, _, numel = boxes.common_runs(tile.axes)
+    return numel * min(tile.ends.source.itemsize, tile.ends.target.itemsize)
 
 
 def _cast(tile: Tile) -> Cast | None:
@@ -87,8 +94,8 @@ class _Parts:
         self._processes: dict[tuple[int, int], int] = {}
         self._process: list[int] = []
         self._casts: list[Cast] = []
-        self._local: list[IoVec] = []
-        self._remote: list[IoVec] = []
+        self._local: list[Rows] = []
+        self._remote: list[Rows] = []
 
     def add(self, ops: Sequence[Op]) -> None:
         """Add a chunk of operations from one process."""
@@ -100,8 +107,8 @@ class _Parts:
         self._casts.append(cast)
         key = (process.pid, process.started)
         self._process.append(self._processes.setdefault(key, len(self._processes)))
-        self._local.append(local)
-        self._remote.append(remote)
+        self._local.append(rows_of(local))
+        self._remote.append(rows_of(remote))
 
     def table(self) -> PullTable:
         return PullTable(

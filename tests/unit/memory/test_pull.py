@@ -10,16 +10,19 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etha.memory import pull
 from etha.memory.process import ProcessMemory, start_time
-from etha.memory.pull import Cast, PullRun, PullTable
+from etha.memory.pull import Cast, PullRun, PullTable, rows_of, runs_of
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 from etha.native.pull import PullStruct, load_pull
 from tests.processes import CONTEXT, preload
@@ -89,15 +92,44 @@ def table(others: list[Other], target: np.ndarray, rows: list[tuple[int, int, in
         process.append(mine[0][1])
         local_ends.append(len(local))
         remote_ends.append(len(remote))
+    return made_of([(one.pid, one.started) for one in others], process, (local, local_ends), (remote, remote_ends))
+
+
+Runs = tuple[list[tuple[int, int]], list[int]]
+
+
+def made_of(
+    processes: list[tuple[int, int]], process: list[int], local: Runs, remote: Runs, cast: Cast = Cast.NONE
+) -> PullTable:
+    """A table of runs (address, bytes), each with the ends of its chunks."""
+    rows, ends = [], []
+    for runs, stops in (local, remote):
+        parts = [rows_of(np.array(runs[i:j], np.uint64)) for i, j in itertools.pairwise([0, *stops])]
+        rows.append(np.concatenate(parts))
+        ends.append(np.cumsum([len(part) for part in parts]).astype(np.uint64))
     return PullTable(
-        processes=tuple((one.pid, one.started) for one in others),
-        process=np.array(process, np.int32),
-        local=np.array(local, np.uint64),
-        remote=np.array(remote, np.uint64),
-        local_ends=np.array(local_ends, np.uint64),
-        remote_ends=np.array(remote_ends, np.uint64),
-        casts=np.zeros(len(local_ends), np.int32),
+        processes=tuple(processes), process=np.array(process, np.int32), local=rows[0], remote=rows[1],
+        local_ends=ends[0], remote_ends=ends[1], casts=np.full(len(process), cast, np.int32),
+    )  # fmt: skip
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1 << 63), st.integers(1, 3), st.integers(-40, 40), st.integers(1, 5)), max_size=12
     )
+)
+def test_rows_are_the_runs_of_which_they_were_made(parts: list[tuple[int, int, int, int]]) -> None:
+    runs = [((at + i * step) % (1 << 64), nbytes) for at, nbytes, step, count in parts for i in range(count)]
+    table = np.array(runs, np.uint64).reshape(-1, 2)
+    rows = rows_of(table)
+    assert np.array_equal(runs_of(rows), table)
+    assert len(rows) <= sum(1 if count > 3 else count for *_, count in parts)
+
+
+def test_a_matrix_is_one_row() -> None:
+    for step in (4096, -4096):
+        runs = np.array([((1 << 40) + i * step, 2048) for i in range(1000)], np.uint64)
+        assert rows_of(runs).tolist() == [[1 << 40, 2048, step % (1 << 64), 1000]]
 
 
 def carry_out(run: PullRun) -> None:
@@ -135,6 +167,76 @@ def test_every_byte_of_any_table_arrives_and_nothing_else_changes(way: str, seed
             one.end()
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_runs_with_any_gaps_between_them_arrive_without_the_gaps(way: str, other: Other, seed: int) -> None:
+    """Rows of one step and others, forwards and back, over gaps that are read with the runs and gaps that are not."""
+    random_ = random.Random(seed)
+    target, truth = np.zeros(NBYTES, np.uint8), np.zeros(NBYTES, np.uint8)
+    local, remote, local_ends, remote_ends, at = [], [], [], [], 0
+    for _ in range(30):
+        for _ in range(random_.randrange(1, 4)):
+            nbytes, count = random_.choice([1, 7, 512, 2000]), random_.choice([1, 2, 3, 700])
+            gap = random_.choice([0, 1, 2048, 4096, 4097, 6000])
+            count = min(count, NBYTES // (nbytes + gap) - 1)
+            there = random_.randrange(NBYTES - count * (nbytes + gap))
+            order = range(count) if random_.random() < 0.7 else range(count - 1, -1, -1)
+            for i in order:
+                source = there + i * (nbytes + gap)
+                remote.append((other.address + source, nbytes))
+                truth[at : at + nbytes] = other.bytes[source : source + nbytes]
+                local.append((target.ctypes.data + at, nbytes))
+                at += nbytes + random_.choice([0, 0, 3]) * (nbytes < 2000)
+        local_ends.append(len(local))
+        remote_ends.append(len(remote))
+        if at > NBYTES - 3 * 700 * 2003:
+            break
+    whose, chunks = [(other.pid, other.started)], [0] * len(local_ends)
+    made = made_of(whose, chunks, (local, local_ends), (remote, remote_ends))
+    made = PullTable.from_blobs(made.processes, made.to_blobs())
+    assert len(made.remote) < len(remote) or len(remote) < 100
+    run = PullRun(made, threads=2)
+    carry_out(run)
+    assert run.done == made.nbytes == sum(nbytes for _, nbytes in local)
+    assert np.array_equal(target, truth)
+
+
+def _hold_a_hole(pipe: Connection) -> None:
+    """Pages of the bytes 1, 2 and so on; nobody may read the second and the fourth."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 5 * page)
+    memory.write(b"".join(bytes([i + 1]) * page for i in range(5)))
+    address = ctypes.addressof((ctypes.c_char * (5 * page)).from_buffer(memory))
+    for hidden in (1, 3):
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + hidden * page), ctypes.c_size_t(page), 0) == 0
+    pipe.send((os.getpid(), address))
+    pipe.recv()
+
+
+def test_a_gap_that_cannot_be_read_is_no_fault_and_a_run_is(way: str) -> None:
+    page, (pipe, theirs) = mmap.PAGESIZE, CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_hold_a_hole, args=(theirs,), daemon=True)
+    process.start()
+    try:
+        pid, address = pipe.recv()
+        whose, target = [(pid, start_time(pid))], np.zeros(5 * page, np.uint8)
+        local = [(target.ctypes.data, 5 * page)]
+        runs = [(address + i * page + (page - 100 if i == 0 else 0), 100) for i in (0, 2, 4)]
+        made = made_of(whose, [0], ([(local[0][0], 300)], [1]), (runs, [3]))
+        run = PullRun(made, threads=1)
+        carry_out(run)
+        assert run.done == 300
+        assert target[:301].tolist() == [1] * 100 + [3] * 100 + [5] * 100 + [0]
+
+        runs[2:] = [(address + 3 * page - 50, 100)]
+        run = PullRun(made_of(whose, [0], ([(local[0][0], 300)], [1]), (runs, [3])), threads=1)
+        with pytest.raises(FaultError, match=f"no memory at {address + 3 * page:#x}") as caught:
+            carry_out(run)
+        assert caught.value.pid == pid
+    finally:
+        process.kill()
+        process.join()
+
+
 CASTS = [cast for cast in Cast if cast is not Cast.NONE]
 
 
@@ -167,15 +269,8 @@ def test_a_cast_is_that_of_torch_for_every_kind_of_number(way: str, cast: Cast) 
                 remote.append((other.address + (first + start) * there, (stop - start) * there))
             local_ends.append(len(local))
             remote_ends.append(len(remote))
-        made = PullTable(
-            processes=((other.pid, other.started),),
-            process=np.zeros(len(rows), np.int32),
-            local=np.array(local, np.uint64),
-            remote=np.array(remote, np.uint64),
-            local_ends=np.array(local_ends, np.uint64),
-            remote_ends=np.array(remote_ends, np.uint64),
-            casts=np.full(len(rows), cast, np.int32),
-        )
+        whose, chunks = [(other.pid, other.started)], [0] * len(rows)
+        made = made_of(whose, chunks, (local, local_ends), (remote, remote_ends), cast)
         made = PullTable.from_blobs(made.processes, made.to_blobs())
         run = PullRun(made, threads=2)
         carry_out(run)
@@ -256,15 +351,8 @@ def test_memory_here_that_cannot_be_written_is_named_and_not_the_senders(other: 
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), mmap.PROT_READ) == 0
         there, here = cast.sizes
-        made = PullTable(
-            processes=((other.pid, other.started),),
-            process=np.zeros(1, np.int32),
-            local=np.array([(address, 2 * page)], np.uint64),
-            remote=np.array([(other.address, 2 * page // here * there)], np.uint64),
-            local_ends=np.array([1], np.uint64),
-            remote_ends=np.array([1], np.uint64),
-            casts=np.array([cast], np.int32),
-        )
+        remote = [(other.address, 2 * page // here * there)]
+        made = made_of([(other.pid, other.started)], [0], ([(address, 2 * page)], [1]), (remote, [1]), cast)
         with pytest.raises(
             FaultError, match=f"this worker's own memory at {address + page:#x} cannot be written"
         ) as caught:
@@ -301,8 +389,20 @@ def test_a_table_may_only_write_into_registered_tensors(other: Other) -> None:
         with pytest.raises(ReachError, match="outside of its registered tensors"):
             made.check_inside(np.array(wrong, np.uint64).reshape(-1, 2))
     huge = PullTable.from_blobs(made.processes, made.to_blobs())
-    object.__setattr__(huge, "local", np.array([[begin, (1 << 64) - 8]], np.uint64))
-    with pytest.raises(ReachError):
+    for row in (
+        (begin, (1 << 64) - 8, 0, 1),
+        (begin + 900, 100, 50, 3),
+        (begin + 100, 100, (1 << 64) - 60, 3),  # its last run begins before the tensor
+        (begin, 1, 0, 1 << 40),
+        (begin, 1, 1 << 20, 1 << 30),
+    ):
+        object.__setattr__(huge, "local", np.array([row], np.uint64))
+        with (
+            pytest.raises(ReachError, match="outside of its registered tensors") if row[3] != 1 << 40 else nullcontext()
+        ):
+            huge.check_inside(np.array(inside, np.uint64))
+    for row in ((begin, 100, 450, 3), (begin + 900, 100, (1 << 64) - 450, 3), (begin, 500, 1995, 2)):
+        object.__setattr__(huge, "local", np.array([row], np.uint64))
         huge.check_inside(np.array(inside, np.uint64))
 
 

@@ -99,6 +99,22 @@ def test_every_byte_of_a_large_plain_tensor_is_pulled(target: Placement, me: Wor
 
 
 @pytest.mark.parametrize(
+    ("columns", "pulled"), [(256, True), (128, False)], ids=["runs of 512 bytes", "runs of 256 bytes"]
+)
+def test_short_runs_are_the_agents(columns: int, pulled: bool, me: WorkerMemory) -> None:
+    done, program = moved(me, Shard(0), Shard(1), (8192, columns))
+    assert done == (program.total if pulled else 0)
+
+
+def test_a_matrix_of_any_number_of_runs_is_pulled(me: WorkerMemory) -> None:
+    """Its table has a row for each chunk and not for each run."""
+    _, program = moved(me, Shard(0), Shard(1), (8192, 1024))
+    plan = pull_plan(program)
+    assert plan is not None
+    assert all(len(table.remote) < 4 * len(table.process) < 200 for table in plan.tables.values())
+
+
+@pytest.mark.parametrize(
     ("source", "target", "shape", "dtype"),
     [
         (Shard(0), Shard(0), (64, 1024), torch.float32),  # too little
