@@ -6,7 +6,6 @@ writes only its own memory in this way, so an abandoned pull touches nobody else
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from etha.memory.casts import Cast
 from etha.memory.process import IoVec, ProcessMemory, lie_inside, start_time
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 
@@ -64,24 +64,6 @@ def runs_of(rows: Rows) -> IoVec:
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     runs = np.repeat(rows, count, axis=0)
     return np.stack([runs[:, 0] + runs[:, 2] * number.astype(np.uint64), runs[:, 1]], axis=1)
-
-
-class Cast(enum.IntEnum):
-    """How a chunk changes the dtype of its elements; also in pull.c."""
-
-    NONE = 0
-    FLOAT32_BFLOAT16 = 1
-    BFLOAT16_FLOAT32 = 2
-    FLOAT32_FLOAT16 = 3
-    FLOAT16_FLOAT32 = 4
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """(bytes of an element there, bytes here)."""
-        return _SIZES[self]
-
-
-_SIZES = {Cast.NONE: (1, 1), **{cast: (4, 2) if cast % 2 else (2, 4) for cast in list(Cast)[1:]}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

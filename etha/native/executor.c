@@ -956,6 +956,7 @@ void etha_kick(etha_progress_args *a) {
 }
 
 #include "streams.c"
+#include "casts.c"
 #include "pull.c"
 #include "direct.c"
 #include "worker_stream.c"

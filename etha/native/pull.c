@@ -127,11 +127,7 @@ static void pull_failed(etha_pull *p, int32_t pid, int32_t code, const void *add
 
 /* Elements of a cast change their dtype in a buffer of its thread that stays in the caches: fewer, longer system calls
  * gain more than a smaller buffer. */
-enum { CAST_NONE, CAST_F32_BF16, CAST_BF16_F32, CAST_F32_F16, CAST_F16_F32, CAST_BLOCK = 1 << 17 };
-WIDE static void cast_f32_bf16(const float *from, uint16_t *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = to_bf16(from[i]); }
-WIDE static void cast_bf16_f32(const uint16_t *from, float *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = from_bf16(from[i]); }
-WIDE static void cast_f32_f16(const float *from, uint16_t *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = to_f16(from[i]); }
-WIDE static void cast_f16_f32(const uint16_t *from, float *to, uint64_t n) { SAME_INDEX for (uint64_t i = 0; i < n; i++) to[i] = from_f16(from[i]); }
+enum { CAST_BLOCK = 1 << 17 };
 
 static void pull_cast(etha_pull *p, uint64_t chunk, pull_call *call, void **buffer) {
     pull_place here = pull_chunk_of(p->local, p->local_ends, chunk), there = pull_chunk_of(p->remote, p->remote_ends, chunk);
@@ -139,7 +135,7 @@ static void pull_cast(etha_pull *p, uint64_t chunk, pull_call *call, void **buff
         return pull_failed(p, p->pids[chunk], ENOMEM, pull_run(&there).iov_base);
     float *wide = *buffer;
     uint16_t *narrow = (uint16_t *)(wide + CAST_BLOCK);
-    int32_t cast = p->casts[chunk], narrows = cast == CAST_F32_BF16 || cast == CAST_F32_F16;
+    int32_t cast = p->casts[chunk], narrows = cast_narrows(cast);
     uint64_t size = narrows ? 4 : 2, target_size = narrows ? 2 : 4;
     while (there.at < there.end && !__atomic_load_n(&p->stop, __ATOMIC_ACQUIRE)) {
         pull_row read = {.address = narrows ? (uint64_t)wide : (uint64_t)narrow, .nbytes = CAST_BLOCK * size, .count = 1};
@@ -147,10 +143,7 @@ static void pull_cast(etha_pull *p, uint64_t chunk, pull_call *call, void **buff
         if (n <= 0 || (uint64_t)n % size) return pull_failed(p, p->pids[chunk], n < 0 ? (int32_t)-n : EFAULT, call->remote[0].iov_base);
         uint64_t count = (uint64_t)n / size;
         pull_advance(&there, (uint64_t)n);
-        if (cast == CAST_F32_BF16) cast_f32_bf16(wide, narrow, count);
-        if (cast == CAST_BF16_F32) cast_bf16_f32(narrow, wide, count);
-        if (cast == CAST_F32_F16) cast_f32_f16(wide, narrow, count);
-        if (cast == CAST_F16_F32) cast_f16_f32(narrow, wide, count);
+        cast_elements(cast, narrows ? (void *)wide : (void *)narrow, narrows ? (void *)narrow : (void *)wide, count);
         pull_row made = {.address = narrows ? (uint64_t)narrow : (uint64_t)wide, .nbytes = count * target_size, .count = 1};
         pull_place from = {.rows = &made, .end = 1};
         while (from.at < from.end) { /* by the kernel, because memory that was unmapped must be an error and not a signal */

@@ -1,6 +1,6 @@
 """Copies between mapped tensors in compiled loops: many in one call, without the interpreter's lock.
 
-Casts are left to torch (cpu.py), and so are short runs, which its own loops copy faster.
+Casts that compiled code has not are left to torch (cpu.py), and so are short runs, which its own loops copy faster.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from etha.transport.geometry.tiles import Tile
 
 Addresses = npt.NDArray[np.uint64]
 
-#: Shortest run in bytes that the compiled loops copy.
-MIN_RUN = 16
+#: Shortest run in bytes that the compiled loops copy, and that they cast.
+MIN_RUN, MIN_CAST_RUN = 16, 256
+#: Copies of at least so many bytes in all are written past the processor's caches, which could not hold them.
+STREAMED = 8 << 20
 
 
 def compiled(tile: Tile) -> bool:
     """Whether the compiled loops copy this tile."""
     steps = tile.steps
-    return steps is not None and steps.run >= MIN_RUN and len(steps.counts) <= AXES
+    if steps is None or len(steps.counts) > AXES:
+        return False
+    return steps.run >= (MIN_CAST_RUN if steps.cast else MIN_RUN)
 
 
 class MappedCopies:
-    """Copies of ``tiles[tile[i]]`` from address ``source[i]`` to address ``target[i]``.
+    """Copies of ``tiles[tile[i]]`` from address ``source[i]`` to address ``target[i]``, which are ``nbytes`` in all.
 
     ``spans`` are the (first, one past the last) addresses of what is mapped, of the source and of the target of each
     copy. ReachError if a copy reaches outside of them, because the compiled loops would write there.
@@ -42,16 +46,17 @@ class MappedCopies:
         source: Addresses,
         target: Addresses,
         spans: npt.NDArray[np.uint64],
+        nbytes: int,
     ) -> None:
-        self._library, self._tile, self._source, self._target = library, tile, source, target
-        self._table = np.zeros(len(tiles), TILE)
+        self._streamed = nbytes >= STREAMED
+        table = np.zeros(len(tiles), TILE)
         extents = np.zeros((len(tiles), 2), np.uint64)
-        for row, extent, one in zip(self._table, extents, tiles, strict=True):
+        for row, extent, one in zip(table, extents, tiles, strict=True):
             steps = one.steps
             if steps is None or not compiled(one):
                 continue
             axes = len(steps.counts)
-            row["axes"], row["run"] = axes, steps.run
+            row["axes"], row["cast"], row["run"] = axes, steps.cast, steps.run
             row["counts"][:axes], row["source"][:axes], row["target"][:axes] = steps.counts, steps.source, steps.target
             extent[:] = steps.source_nbytes, steps.target_nbytes
         stop = np.stack([source, target], 1) + extents[tile]
@@ -60,11 +65,11 @@ class MappedCopies:
                 "a copy would reach outside of the tensors' memory, so it was not begun: this is a fault in Etha, "
                 "please report it"
             )
+        self._copy = library.prepare(table, tile, source, target)
 
     def run(self, first: int, last: int) -> None:
         """Copy numbers ``first`` to ``last`` - 1."""
-        rows = slice(first, last)
-        self._library.copy(self._table, self._tile[rows], self._source[rows], self._target[rows])
+        self._copy(first, last, self._streamed)
 
 
 def copy_compiled(ops: Sequence[Op]) -> list[Op]:
@@ -81,5 +86,6 @@ def copy_compiled(ops: Sequence[Op]) -> list[Op]:
         target = np.array([op.target_address for op in chosen], np.uint64)
         ends = [(v.address, v.address + v.nbytes) for op in chosen for v in (op.source, op.target)]
         spans = np.array(ends, np.uint64).reshape(-1, 4)
-        MappedCopies(library, list(tiles.values()), tile, source, target, spans).run(0, len(chosen))
+        nbytes = sum(op.tile.nbytes for op in chosen)
+        MappedCopies(library, list(tiles.values()), tile, source, target, spans, nbytes).run(0, len(chosen))
     return [op for op in ops if not compiled(op.tile)]

@@ -241,7 +241,7 @@ class Program:
             (spans[:, 2 * end] + (offset * item[:, end]).astype(np.uint64))
             for end, offset in ((0, self.source), (1, self.target))
         )
-        return MappedCopies(library, self.tiles, self.tile, source, target, spans)
+        return MappedCopies(library, self.tiles, self.tile, source, target, spans, self.work)
 
 
 class Columns:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from etha.memory.pull import Cast, PullTable, Rows, rows_of
+from etha.memory.casts import Cast
+from etha.memory.pull import PullTable, Rows, rows_of
 from etha.transport.copy.program import CopyPiece, Member, Program
 from etha.transport.geometry import boxes, iovec
 from etha.transport.geometry.iovec import Op
@@ -70,7 +71,7 @@ def _direct(tile: Tile) -> bool:
         tile.path is Path.BOUNCE
         and ends.source_private
         and ends.target_private
-        and _cast(tile) is not None
+        and tile.ends.cast is not None
         and not (tile.spanning and tile.read_nbytes > tile.numel * ends.source.itemsize and _run(tile) < SHORT_RUN)
     )
 
@@ -79,12 +80,6 @@ def _run(tile: Tile) -> int:
     """Bytes of a run that is contiguous at both ends, at the narrower of the two dtypes."""
     _, _, numel = boxes.common_runs(tile.axes)
     return numel * min(tile.ends.source.itemsize, tile.ends.target.itemsize)
-
-
-def _cast(tile: Tile) -> Cast | None:
-    """What a worker does to the elements of a tile; None if it cannot."""
-    names = [str(dtype).removeprefix("torch.").upper() for dtype in (tile.ends.source, tile.ends.target)]
-    return Cast.__members__.get("_".join(names)) if tile.ends.casts else Cast.NONE
 
 
 class _Parts:
@@ -101,7 +96,7 @@ class _Parts:
         """Add a chunk of operations from one process."""
         process = ops[0].source.process
         assert process is not None, "a mapped source in a chunk of a pull"
-        cast = _cast(ops[0].tile)
+        cast = ops[0].tile.ends.cast
         assert cast is not None, "a chunk of a pull whose cast no worker knows"
         remote, local = iovec.copies(ops, by=0) if cast is Cast.NONE else iovec.cast_copies(ops)
         self._casts.append(cast)
@@ -128,7 +123,7 @@ def _collect(program: Program, piece: CopyPiece, parts: dict[Member, _Parts]) ->
     open_chunks: dict[tuple[Member, int, Cast | None], tuple[list[Op], int]] = {}
     for op, pair in zip(program.ops(piece), pairs, strict=True):
         member = next(owner for owner in program.pairs[pair].owners if owner[0] == "target")
-        key = (member, id(op.source.process), _cast(op.tile))
+        key = (member, id(op.source.process), op.tile.ends.cast)
         ops, nbytes = open_chunks.pop(key, ([], 0))
         ops.append(op)
         nbytes += op.tile.nbytes

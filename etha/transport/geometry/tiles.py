@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from etha.memory.casts import Cast, cast_of
 from etha.transport.geometry import boxes
 from etha.transport.geometry.boxes import Axes, Ints, Placed
 
@@ -76,12 +77,19 @@ class Ends:
         """Whether a copy changes the dtype."""
         return self.source is not self.target
 
+    @property
+    def cast(self) -> Cast | None:
+        """How compiled code changes the dtype; None if it cannot."""
+        return cast_of(self.source, self.target)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedSteps:
-    """A tile as runs of ``run`` bytes: how many along each axis, and how many bytes apart in the source and in the
-    target; ``source_nbytes`` and ``target_nbytes`` from the first byte to the last of all."""
+    """A tile as runs of ``run`` bytes of the source, whose elements ``cast`` changes: how many along each axis, and how
+    many bytes apart in the source and in the target; ``source_nbytes`` and ``target_nbytes`` from the first byte to the
+    last of all."""
 
+    cast: Cast
     run: int
     counts: tuple[int, ...]
     source: tuple[int, ...]
@@ -182,21 +190,23 @@ class Tile:
 
     @cached_property
     def steps(self) -> MappedSteps | None:
-        """For MAPPED: how the runs common to both ends follow each other. None for a copy that changes the dtype."""
-        if self.path is not Path.MAPPED or self.ends.casts:
+        """For MAPPED: how the runs common to both ends follow each other. None for a cast that only torch has."""
+        cast = self.ends.cast
+        if self.path is not Path.MAPPED or cast is None:
             return None
-        item = self.ends.source.itemsize
+        item, target_item = self.ends.source.itemsize, self.ends.target.itemsize
         axes, run = self.axes, item
         if axes and axes[-1].source == 1 and axes[-1].target == 1:
             run *= axes[-1].steps
             axes = axes[:-1]
         return MappedSteps(
+            cast=cast,
             run=run,
             counts=tuple(a.steps for a in axes),
             source=tuple(a.source * item for a in axes),
-            target=tuple(a.target * item for a in axes),
+            target=tuple(a.target * target_item for a in axes),
             source_nbytes=boxes.span(self.axes, 1) * item,
-            target_nbytes=boxes.span(self.axes, 2) * item,
+            target_nbytes=boxes.span(self.axes, 2) * target_item,
         )
 
     @cached_property

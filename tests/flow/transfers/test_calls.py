@@ -80,23 +80,28 @@ def test_a_future_outlives_the_waiting_for_it(team: Team) -> None:
 def offered(me: Seat) -> Any:
     tensor, truth = tensor_of(me, 3)
     with register(me, "offer", tensor) as handle:
+        found = None
         if me.sends:
             future = handle.transfer("send", version="v7", blocking=False)
-            me.move("offer-meeting", {"t": torch.zeros(2)}, placements={"t": [Replicate()]})
+            meet(me, "begun")
             future.result(10)
-            with pytest.raises(etha.TransferTimeoutError):
-                handle.wait_offer(timeout=0.05)
-            return None
-        first = handle.wait_offer()
-        second = me.client.wait_offer("offer")
-        assert first == second, "waiting for an offer takes nothing"
-        me.move("offer-meeting", {"t": torch.zeros(2)}, placements={"t": [Replicate()]})
-        assert handle.transfer("recv").version == first.version
-        assert torch.equal(tensor, truth)
+        else:
+            first = handle.wait_offer()
+            second = me.client.wait_offer("offer")
+            assert first == second, "waiting for an offer takes nothing"
+            meet(me, "begun")
+            assert handle.transfer("recv").version == first.version
+            assert torch.equal(tensor, truth)
+            found = first.version, first.bytes
         with pytest.raises(etha.TransferTimeoutError) as caught:
             handle.wait_offer(timeout=0.05)
         assert caught.value.outcome == "withdrawn"
-        return first.version, first.bytes
+        meet(me, "waited")  # before that nobody leaves, which would end the others' waiting with another error
+        return found
+
+
+def meet(me: Seat, name: str) -> None:
+    me.move(f"offer-{name}", {"t": torch.zeros(2)}, placements={"t": [Replicate()]})
 
 
 def test_wait_offer_returns_when_the_other_side_waits_to_send(team: Team) -> None:

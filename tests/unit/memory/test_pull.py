@@ -21,8 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etha.memory import pull
+from etha.memory.casts import Cast
 from etha.memory.process import ProcessMemory, start_time
-from etha.memory.pull import Cast, PullRun, PullTable, rows_of, runs_of
+from etha.memory.pull import PullRun, PullTable, rows_of, runs_of
 from etha.memory.reach import AccessError, FaultError, ReachError, WorkerGoneError
 from etha.native.pull import PullStruct, load_pull
 from tests.processes import CONTEXT, preload

@@ -46,6 +46,7 @@ def run(found: Program) -> None:
 ROWS = tile((4, 200, 100), (100, 1, 1))
 SHORT = tile((4, 200, 100), (50, 2, 2))
 CAST = tile((4, 200, 100), (100, 1, 1), ends=replace(BYTES, target=torch.int16))
+FLOATS = replace(BYTES, source=torch.float32, target=torch.bfloat16)
 
 
 @compiler
@@ -54,6 +55,8 @@ def test_which_tiles_are_compiled() -> None:
     assert mapped.compiled(tile((mapped.MIN_RUN, 1, 1))) and not mapped.compiled(tile((mapped.MIN_RUN - 1, 1, 1)))
     assert not mapped.compiled(tile(*[(2, 100, 100)] * 9, (100, 1, 1))), "more axes than the table has"
     assert not mapped.compiled(replace(ROWS, path=Path.READ))
+    assert mapped.compiled(tile((mapped.MIN_CAST_RUN // 4, 1, 1), ends=FLOATS))
+    assert not mapped.compiled(tile((mapped.MIN_CAST_RUN // 4 - 1, 1, 1), ends=FLOATS))
 
 
 @pytest.mark.parametrize("tiles", [[ROWS], [SHORT], [ROWS, SHORT], [ROWS, tile((900, 1, 1))]])
@@ -67,6 +70,27 @@ def test_a_program_copies_what_torch_copies(tiles: list[Tile], monkeypatch: pyte
         run(programs(tiles, source, target))
         found.append(target)
     assert torch.equal(*found) and found[0].any()
+
+
+@compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("narrows", [True, False])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_program_casts_what_torch_casts(
+    dtype: torch.dtype, narrows: bool, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = (torch.float32, dtype) if narrows else (dtype, torch.float32)
+    monkeypatch.setattr(mapped, "STREAMED", 1 if streamed else 1 << 40)
+    source = torch.randn(8192).to(before)
+    target = torch.zeros(8192, dtype=after)
+    run(
+        programs([tile((2, 2100, 2050), (600, 1, 1), ends=replace(BYTES, source=before, target=after))], source, target)
+    )
+    due = torch.zeros(8192, dtype=after)
+    for begin in (0, 1024):
+        for row in range(2):
+            due[begin + 2050 * row :][:600] = source[begin + 2100 * row :][:600].to(after)
+    assert torch.equal(target, due)
 
 
 @compiler
