@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 #: Version of these messages. Raise it when a message gains, loses or changes a field: neither end takes unknown ones.
-PROTOCOL = 7
+PROTOCOL = 8
 #: Most bytes of one message. Both ends set this limit on their sockets, too.
 MAX_MESSAGE = 1 << 23
 #: Of an error: most characters of its text and of its remote traceback, and most bytes of its data. More is cut off.

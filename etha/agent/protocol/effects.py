@@ -86,7 +86,8 @@ class StartMove:
     """Run this agent's program of transfer ``seq`` from side ``source`` for these calls.
 
     ``snapshot``: read the snapshots of the source ranks instead of their tensors. ``booking``: seconds for which the
-    coordinator booked.
+    coordinator booked. ``lent``: (rank, revocation word) of source ranks of the other agent; ``moved`` without an error
+    is fed back only if all of these still lend their memory then.
     """
 
     seq: int
@@ -94,6 +95,7 @@ class StartMove:
     snapshot: bool
     calls: Mapping[Member, CallKey]
     booking: float = 0.0
+    lent: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
