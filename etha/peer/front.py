@@ -100,6 +100,8 @@ class Passage:
         self._to_inner, self._to_outer = bytearray(), bytearray()
         self._answers = Answers()
         self._taken = 0
+        #: The ends that take no more now; what comes for them is not read.
+        self._full: set[socket.socket] = set()
         #: Whether libzmq has accepted the connection and has answered.
         self.answered = False
         self.proven = False
@@ -191,16 +193,18 @@ class Passage:
         except OSError:
             return  # it is closed, which the next read reports
         del pending[:sent]
-        if self._inner is None:
+        if self._inner is None or bool(pending) is (conn in self._full):
             return
         loop = self._front.loop
         source, read = (
             (self._outer, self._outer_readable) if conn is self._inner else (self._inner, self._inner_readable)
         )
         if pending:
+            self._full.add(conn)
             loop.remove_reader(source.fileno())
             loop.add_writer(conn.fileno(), self._flush, conn, pending)
         else:
+            self._full.discard(conn)
             loop.remove_writer(conn.fileno())
             loop.add_reader(source.fileno(), read)
 

@@ -193,14 +193,15 @@ class Hub:
             hint = "" if link.answered else f"{_no_route(address)} ({_REACHABLE})"
             raise AgentUnavailableError(f"no link to agent {agent} at {address}: {failed}{hint}")
 
-    def send(self, agent: str, scope: Scope, message: Said) -> None:
-        """Send on the open link to ``agent``, in order.
+    def send(self, agent: str, scope: Scope, *messages: Said) -> None:
+        """Send on the open link to ``agent``, in order and in one piece, at most ``wire.MAX_TOGETHER``.
 
         PeerLostError if there is none (``on_agent_lost`` reports it, too), ProtocolError for what cannot be encoded.
         """
         link = self._links.get(agent)
-        if link is None or not link.send(scope, message):
-            raise PeerLostError(f"{type(message).__name__} not sent: no open link to agent {agent}", reason="died")
+        if link is None or not link.send(scope, *messages):
+            names = ", ".join(type(message).__name__ for message in messages)
+            raise PeerLostError(f"{names} not sent: no open link to agent {agent}", reason="died")
 
     def admit_known(self) -> None:
         """``known`` knows more agents now: admit those that wait for it."""

@@ -95,10 +95,11 @@ class Link:
     def __repr__(self) -> str:
         return f"link to agent {self.agent} at {self.address}"
 
-    def send(self, scope: Scope, message: Said) -> bool:
-        """Send in order. False if the link is not open. ProtocolError for what cannot be encoded."""
-        data = encode(scope, message)
-        return self.state is State.OPEN and self._post(data)
+    def send(self, scope: Scope, *messages: Said) -> bool:
+        """Send in order, in one piece (at most ``MAX_TOGETHER``). False if the link is not open. ProtocolError for what
+        cannot be encoded."""
+        data = [encode(scope, message) for message in messages]
+        return self.state is State.OPEN and self._post(*data)
 
     def beat(self, misses: int) -> None:
         """Called once per beat: count the silence, end the link after ``misses`` beats of it, otherwise send another
@@ -144,13 +145,13 @@ class Link:
         self._monitor.close()
         self._socket.close()
 
-    def _post(self, data: bytes) -> bool:
+    def _post(self, *data: bytes) -> bool:
         try:
-            self._socket.send(data)
+            self._socket.send(*data)
         except zmq.ZMQError as error:  # Again: its pipe is full, or gone with the connection
             self.end(f"it takes no messages, up to {HIGH_WATER} wait: {error}")
             return False
-        self.sent += 1
+        self.sent += len(data)
         return True
 
     def _trace(self, tracer: trace.Tracer, number: int) -> None:

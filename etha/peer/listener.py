@@ -17,7 +17,7 @@ from etha.peer.gate import DOMAIN, identify
 from etha.peer.keys import Keys
 from etha.peer.ports import Ports
 from etha.peer.sockets import HANDSHAKE, link_socket
-from etha.peer.wire import Control, Envelope, Malformed, decode, encode
+from etha.peer.wire import MAX_TOGETHER, Control, Envelope, Malformed, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -60,10 +60,13 @@ class Listener:
     def _frames(self, frames: Sequence[zmq.Frame]) -> None:
         last = frames[-1]
         agent, key = identify(str(last.get("User-Id")))
+        envelopes: list[Envelope | Malformed] = []
         try:
-            if len(frames) != 2:
-                raise Malformed(f"a message of {len(frames)} parts instead of 2")
-            envelope: Envelope | Malformed = decode(last.buffer)
+            if not 2 <= len(frames) <= 1 + MAX_TOGETHER:
+                raise Malformed(f"a message of {len(frames)} parts instead of 2 to {1 + MAX_TOGETHER}")
+            envelopes += (decode(frame.buffer) for frame in frames[1:])
         except Malformed as error:
-            envelope = error
-        self._on_envelope(agent, key, frames[0].bytes, envelope)
+            envelopes = [error]
+        connection = frames[0].bytes
+        for envelope in envelopes:
+            self._on_envelope(agent, key, connection, envelope)

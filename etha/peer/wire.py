@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -25,6 +26,7 @@ from etha.peer.messages import OPS, Message, message
 
 __all__ = [
     "MAX_MESSAGE",
+    "MAX_TOGETHER",
     "PROTOCOL",
     "Beat",
     "Bye",
@@ -41,6 +43,8 @@ __all__ = [
 
 #: Version of these messages. Raise it when a message gains, loses or changes a field: neither end takes unknown ones.
 PROTOCOL = 8
+#: Most messages that travel together, each as a frame of its own of one ZeroMQ message.
+MAX_TOGETHER = 16
 #: Most bytes of one message. Both ends set this limit on their sockets, too.
 MAX_MESSAGE = 1 << 23
 #: Of an error: most characters of its text and of its remote traceback, and most bytes of its data. More is cut off.
@@ -214,6 +218,8 @@ def decode(data: bytes | memoryview) -> Envelope:
         raise Malformed(f"malformed {wire.op}: {error}") from None
 
 
+# The messages of a transfer have the scope of those before it.
+@lru_cache(maxsize=1024)
 def _scope(pair: str, epoch: int, batch: str, generation: int) -> Scope:
     try:
         return Scope(pair=pair, epoch=epoch, batch=batch, generation=generation)

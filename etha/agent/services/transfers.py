@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 
 from etha.agent.protocol.effects import (
     BeginLane,
@@ -136,9 +138,15 @@ class TransferService:
 
     def _wait(self, batch: RegisteredBatch, call: Call) -> None:
         """A call waits for the others. If it is the last one, and the copy that begins is short, it is made at once."""
+        with self._at_once():
+            self._perform(batch, batch.participant.wait(call))
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """The first short copy that begins inside is made at the end."""
         self._calling = True
         try:
-            self._perform(batch, batch.participant.wait(call))
+            yield
         finally:
             self._calling = False
             copy, self._copy = self._copy, None
@@ -146,7 +154,8 @@ class TransferService:
                 copy()
 
     def _soon(self, copy: Callable[[], None]) -> None:
-        """Make a short copy: after the effects of the call that is being handled, else when the loop comes to it.
+        """Make a short copy: after the effects of the call or message that is being handled, else when the loop comes to
+        it.
 
         The loop takes longer to come to it than the copy takes. But a transfer that follows another one waits for that,
         because calls that wait in their hundreds must not keep the loop from all else.
@@ -212,15 +221,22 @@ class TransferService:
         if isinstance(message, Sums | UniqueId | HeldBase | HeldPart):
             batch.take(agent, message)
         else:
-            self._perform(batch, batch.participant.hear(agent, message))
+            with self._at_once():
+                self._perform(batch, batch.participant.hear(agent, message))
 
     def on_agent_lost(self, batch: RegisteredBatch, agent: str, *, by_word: bool) -> None:
         """The link to an agent of the batch is lost, or, ``by_word``, a hub's."""
         self._perform(batch, batch.participant.on_agent_lost(agent, by_word=by_word))
 
     def _perform(self, batch: RegisteredBatch, effects: list[TransferEffect]) -> None:
-        for effect in effects:
+        told: list[Message] = []  # what is for one agent, in a row
+        for effect, following in pairwise([*effects, None]):
             match effect:
+                case Tell(agent=agent, message=message):
+                    told.append(message)
+                    if not (isinstance(following, Tell) and following.agent == agent):
+                        self._links.tell(agent, batch.scope, *told)
+                        told.clear()
                 case StartMove():
                     self._begin(batch, effect)
                 case StopMove():
@@ -232,8 +248,6 @@ class TransferService:
                     self._settled(batch, effect)
                 case OfferChanged():
                     self.offers.tell(batch)
-                case Tell(agent=agent, message=message):
-                    self._links.tell(agent, batch.scope, message)
                 case InDoubt(seq=seq):
                     asyncio.get_running_loop().call_later(DOUBT, self._undecided, batch, seq)
                 case HoldLane(source=source):
