@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from etha.decoders import made_alone
 from etha.errors import ConfigError
 from etha.printable import in_all_texts, printable
 from etha.units import counted, size
@@ -111,7 +112,7 @@ class PlanPicture:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> PlanPicture:
         """From ``to_plain``. msgspec.ValidationError for anything else."""
-        return msgspec.convert(plain, cls)
+        return made_alone(lambda: msgspec.convert(plain, cls))
 
     def printable(self) -> PlanPicture:
         """With control characters of names written out: an SVG that held them would be no XML."""

@@ -26,7 +26,7 @@ EDGES: dict[str, set[str]] = {
     # Inner loops: knows no group and no stream.
     "native": {"errors", "config"},
     # What people see of agents, and where it is kept: nothing here knows an agent or a client.
-    "observe": {"errors", "addresses", "config", "phases", "printable", "units", "version"},
+    "observe": {"decoders", "errors", "addresses", "config", "phases", "printable", "units", "version"},
     # What strangers may cost a process: asked by whoever listens.
     "limits": set(),
     # How a thread waits: asked by whoever blocks a user's thread.
@@ -36,13 +36,16 @@ EDGES: dict[str, set[str]] = {
     "torch_types": set(),
     "units": set(),
     "printable": set(),
-    "picture": {"errors", "printable", "units"},
+    # How decoders are made in a process of several threads.
+    "decoders": set(),
+    "picture": {"decoders", "errors", "printable", "units"},
     "plan": {"errors", "picture", "units", "lazy_names", "torch_types"},
-    "bus": {"errors", "config", "limits", "native", "phases", "memory.handles", "observe"},
+    "bus": {"decoders", "errors", "config", "limits", "native", "phases", "memory.handles", "observe"},
     "store": {"addresses", "errors", "config"},
     # A link is ZeroMQ as the bus is: the same strict schema of what travels, the same way to read a socket on a loop.
     "peer": {
         "addresses",
+        "decoders",
         "errors",
         "config",
         "limits",
@@ -96,6 +99,7 @@ EDGES: dict[str, set[str]] = {
     "testing": {"errors", "config", "version", "client", "bus", "memory"},
     "groups": {
         "addresses",
+        "decoders",
         "errors",
         "config",
         "native",
@@ -528,6 +532,28 @@ def test_no_pickle_and_no_drawers(name: str) -> None:
     assert not [
         m for m, _ in imports(name) if m.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
     ]
+
+
+@pytest.mark.parametrize("name", files())
+def test_decoders_of_structs_are_made_by_one_thread_at_a_time(name: str) -> None:
+    """``decoders.py`` says why. ``Decoder()`` and ``type=list[...]`` know no structs."""
+    alone = {
+        id(node)
+        for call in ast.walk(tree(name))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "made_alone"
+        for node in ast.walk(call)
+    }
+    wrong = []
+    for node in ast.walk(tree(name)):
+        if not isinstance(node, ast.Call) or id(node) in alone or name == "decoders.py":
+            continue
+        called = ast.unparse(node.func)
+        kinds = [word.value for word in node.keywords if word.arg == "type"]
+        makes = called.endswith("Decoder") and called.startswith(("msgspec", "Decoder")) and node.args
+        decodes = called.startswith("msgspec.") and any(isinstance(kind, ast.Name) for kind in kinds)
+        if makes or decodes or (called == "msgspec.convert" and isinstance(node.args[1], ast.Name)):
+            wrong.append(f"{name}:{node.lineno}: {called}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("name", files())

@@ -20,6 +20,7 @@ from msgspec import UNSET, Meta, Raw
 from msgspec.msgpack import Decoder, Encoder
 
 from etha.bus.schema import MAX_BYTES, JsonObject, StrictStruct, Text
+from etha.decoders import decoder
 from etha.errors import EthaError, ProtocolError, from_wire
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Request",
     "decode",
     "encode",
+    "make_decoders",
     "message",
 ]
 
@@ -178,13 +180,18 @@ def plain_scalar(value: Any) -> Any:
 
 
 _ENCODER = Encoder(enc_hook=plain_scalar)
-_WIRE = Decoder(_Wire)
-_HEAD = Decoder(_Head)
+_WIRE, _HEAD = decoder(_Wire), decoder(_Head)
 
 
 @cache
 def _decoder(op: str) -> Decoder[Any]:
-    return Decoder(MESSAGES[op])
+    return decoder(MESSAGES[op])
+
+
+def make_decoders() -> None:
+    """Make those of all messages that are registered: after the last class of a module that registers some."""
+    for op in MESSAGES:
+        _decoder(op)
 
 
 def _named(message: Any) -> dict[str, Any]:

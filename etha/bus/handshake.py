@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta, field
 
-from etha.bus.codec import message
+from etha.bus.codec import make_decoders, message
 from etha.bus.schema import MAX_ITEMS, JsonObject, StrictStruct, Text
 
 
@@ -87,3 +87,6 @@ class Goodbye(StrictStruct, frozen=True, kw_only=True):
 @message("done")
 class HandshakeDone(StrictStruct, frozen=True, kw_only=True):
     """The request was carried out."""
+
+
+make_decoders()

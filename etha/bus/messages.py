@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from etha.bus.codec import message
+from etha.bus.codec import make_decoders, message
 from etha.bus.schema import MAX_ITEMS, Blob, Items, JsonObject, StrictStruct, Text
 from etha.memory.handles import TensorHandle
 from etha.phases import NO_PHASES, Phases
@@ -843,3 +843,6 @@ class Records(StrictStruct, frozen=True, kw_only=True):
     it told nothing. The agent that answers is the first; its lines are in its files."""
 
     agents: Items[JsonObject]
+
+
+make_decoders()

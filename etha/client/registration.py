@@ -190,6 +190,8 @@ class Registration:
         self.source = StagedTensors(home=self.source.home, tensors=[])
         self.shadows = self.pages = self.aside = self.snapshot = None
         self.pull_tables, self.stream_tables = {}, {}
+        if self.connection.lost:  # its agent is gone, and will not be asked to unmap them
+            self.segments.let_go()
 
     def received(self) -> None:
         """Tell autograd that the tensors have changed."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from etha.decoders import made_alone
 from etha.phases import NO_PHASES, Phases
 
 Outcome = Literal["committed", "aborted", "unknown", "withdrawn"]
@@ -118,7 +119,7 @@ Record = TransferRecord | Incident
 _END = 253_370_764_800.0
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Record)
+_decoder = made_alone(lambda: msgspec.json.Decoder(Record))
 
 
 def is_time(at: float) -> bool:

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from etha.decoders import made_alone
+
 FORMAT = 1
 #: Nanoseconds, so that sums of several stay in 64 bits.
 Ns = Annotated[int, msgspec.Meta(ge=-(1 << 61), le=1 << 61)]
@@ -111,7 +113,8 @@ class DroppedLine(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 Line = SpanLine | BegunLine | NoteLine | KeyLine | ReturnedLine | AnsweredLine | DroppedLine
 
-_decode = msgspec.json.Decoder(Line).decode
+_decode = made_alone(lambda: msgspec.json.Decoder(Line)).decode
+_decode_head = made_alone(lambda: msgspec.json.Decoder(TraceHead)).decode
 _plain = msgspec.json.Decoder().decode
 #: What a line raises that is none: no JSON, another shape, or nested too deeply.
 UNREADABLE = (ValueError, RecursionError)
@@ -140,7 +143,8 @@ def head_of(data: bytes) -> TraceHead | str:
         if name not in head:
             return f"its head has no {name}"
     try:
-        return msgspec.convert(head, TraceHead)
+        found: TraceHead = _decode_head(data)
+        return found
     except UNREADABLE as error:
         return f"its head cannot be read: {error}"
 

@@ -20,6 +20,7 @@ from msgspec.msgpack import Decoder, Encoder
 from etha.bus.codec import Malformed, made_error, plain_scalar
 from etha.bus.schema import JsonObject, StrictStruct, Text
 from etha.config import check_name
+from etha.decoders import decoder, made_alone
 from etha.errors import EthaError, ProtocolError
 from etha.peer.introductions import Introduction
 from etha.peer.messages import OPS, Message, message
@@ -158,20 +159,23 @@ class _Wire(StrictStruct, frozen=True, kw_only=True):
     args: Raw
 
 
-def _decoder(cls: type) -> tuple[Decoder[Any], frozenset[str]]:
-    """The decoder of ``cls``, and the fields that hold errors, which are decoded as ``_Error``."""
+def _shape(cls: type) -> tuple[type, frozenset[str]]:
+    """What is decoded as ``cls``, and its fields that hold errors, which are decoded as ``_Error``."""
     hints = typing.get_type_hints(cls, include_extras=True)
     errors = frozenset(name for name, hint in hints.items() if hint is EthaError)
     if not errors:
-        return Decoder(cls), errors
+        return cls, errors
     shape = [(name, _Error if name in errors else hint) for name, hint in hints.items()]
-    return Decoder(msgspec.defstruct(cls.__name__, shape, bases=(StrictStruct,))), errors
+    return msgspec.defstruct(cls.__name__, shape, bases=(StrictStruct,)), errors
 
 
 _CONTROLS = frozenset(typing.get_args(Control))
 _BY_OP: dict[str, type] = {op: cls for cls, op in OPS.items()}
-_DECODERS = {cls: _decoder(cls) for cls in OPS}
-_WIRE = Decoder(_Wire)
+_SHAPES = {cls: _shape(cls) for cls in OPS}
+_DECODERS: dict[type, tuple[Decoder[Any], frozenset[str]]] = made_alone(
+    lambda: {cls: (Decoder(shape), errors) for cls, (shape, errors) in _SHAPES.items()}
+)
+_WIRE = decoder(_Wire)
 
 
 def _default(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from etha.bus.schema import Blob, Items, JsonObject, StrictStruct, Text
+from etha.decoders import decoder
 
 #: Bytes of a message that fit a packet.
 _INLINE = 1 << 15
@@ -156,7 +157,7 @@ Message = (
     | StoreReply
 )
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_decoder: msgspec.msgpack.Decoder[Message] = decoder(Message)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from etha.decoders import decoder
 from etha.errors import GroupAbortedError, GroupError, GroupLostError, GroupMismatchError, GroupTimeoutError
 
 #: Reason of a "timeout" that was not the call's own: the member that claimed has left the others.
@@ -25,6 +26,9 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     calls: dict[int, str] = {}
 
 
+_decoder = decoder(Cause)
+
+
 def encode(cause: Cause, limit: int) -> bytes:
     """``cause`` in at most ``limit`` bytes. Long texts are cut."""
     text = cause.text
@@ -38,7 +42,8 @@ def encode(cause: Cause, limit: int) -> bytes:
 def decode(data: bytes) -> Cause:
     """The cause that another member wrote; one that says nothing if it is unreadable."""
     try:
-        return msgspec.msgpack.decode(data, type=Cause)
+        cause: Cause = _decoder.decode(data)
+        return cause
     except msgspec.MsgspecError:
         return Cause(kind="failed", by=-1, text="another member failed, and its reason is unreadable")
 

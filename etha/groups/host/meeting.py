@@ -37,6 +37,7 @@ from typing import Any
 import msgspec
 
 from etha.addresses import format_address, parse_address
+from etha.decoders import decoder, made_alone
 from etha.errors import (
     EthaError,
     GroupAbortedError,
@@ -87,6 +88,10 @@ class MemberHello(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     rank: int
     token: str
+
+
+_record_decoder = made_alone(lambda: msgspec.json.Decoder(MemberRecord))
+_hello_decoder = decoder(MemberHello)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,7 +393,7 @@ class _Meeting:
 
     def _checked(self, other: int, found: bytes) -> MemberRecord:
         """The record of a rank, whose group must be like the own one."""
-        record = msgspec.json.decode(found, type=MemberRecord)
+        record: MemberRecord = _record_decoder.decode(found)
         both = (self._own, record)
         if self._own.size != record.size:
             raise GroupMismatchError(
@@ -620,7 +625,7 @@ class _Meeting:
         """A hello and its two descriptors; None if the other side has closed or speaks another language."""
         data, fds, _flags, _address = socket.recv_fds(sock, _HELLO_BYTES, 2)
         try:
-            hello = msgspec.msgpack.decode(data, type=MemberHello)
+            hello: MemberHello = _hello_decoder.decode(data)
             if len(fds) == 2:
                 return hello, list(fds)
         except msgspec.MsgspecError:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from etha.decoders import decoder
 from etha.errors import ConfigError, ProtocolError
 from etha.groups.recovery.values import TensorCollector, put_together
 from etha.memory.handles import is_expanded
@@ -76,9 +77,13 @@ class StateFrame(msgspec.Struct, frozen=True, kw_only=True):
         if zlib.crc32(data[4:]) != int.from_bytes(data[:4], "little"):
             raise ProtocolError("the plain values of a state did not arrive as they were sent: their checksum differs")
         try:
-            return msgspec.msgpack.decode(data[4:], type=cls)
+            frame: StateFrame = _frame_decoder.decode(data[4:])
+            return frame
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"the plain values of a state cannot be read: {error}") from None
+
+
+_frame_decoder = decoder(StateFrame)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -375,6 +375,22 @@ async def test_the_agent_cannot_exchange(site: Site, pair: str, caplog: pytest.L
 
 
 @ONE_AGENT
+async def test_after_its_agent_has_died_a_tensor_is_swapped_again(site: Site, pair: str) -> None:
+    """The batch that ended with the agent uses its memory no more, though its handle lives."""
+    async with Swap(site, pair, made=large) as swap:
+        assert await swap.move(1) == {LARGE}
+        before = dict(swap.handles)
+        os.kill(swap.agent(), signal.SIGKILL)
+        ended = await swap.sides.move(swap.handles)
+        assert all(isinstance(error, etha.AgentLostError) for error in ended.values()), ended
+        await swap.sides.meet(device_mesh=(1,), placements=[Replicate()])
+        await swap.register()
+        for value in (2, 3):
+            assert await swap.move(value) == {LARGE}
+        del before
+
+
+@ONE_AGENT
 async def test_neither_the_agent_nor_this_worker_gets_further(
     site: Site, pair: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
