@@ -228,14 +228,14 @@ class TransferService:
         self._perform(batch, batch.participant.on_agent_lost(agent, by_word=by_word))
 
     def _perform(self, batch: RegisteredBatch, effects: list[TransferEffect]) -> None:
-        letters: list[Message] = []  # what is for one agent, in a row
+        told: list[Message] = []  # what is for one agent, in a row
         for effect, following in pairwise([*effects, None]):
             match effect:
                 case Tell(agent=agent, message=message):
-                    letters.append(message)
+                    told.append(message)
                     if not (isinstance(following, Tell) and following.agent == agent):
-                        self._links.tell(agent, batch.scope, *letters)
-                        letters.clear()
+                        self._links.tell(agent, batch.scope, *told)
+                        told.clear()
                 case StartMove():
                     self._begin(batch, effect)
                 case StopMove():
@@ -491,8 +491,8 @@ class TransferService:
 
     def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late = None
-        if error is None and current.lent and (taken_back := self._taken_back(batch, current)) is not None:
-            error = self._with_log(batch, taken_back)
+        if error is None and current.lent and (gone := self._taken_back(batch, current)) is not None:
+            error = self._with_log(batch, gone)
         if error is None and not current.stopped:  # else it ended where it was, however long the others take to hear it
             current.moved = time.monotonic()
         self._perform(batch, batch.participant.moved(current.seq, error, touched=touched))
