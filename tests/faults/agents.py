@@ -110,7 +110,6 @@ def run_agent() -> None:
 
 
 def ask(agent: Worker, word: str) -> None:
-    """Say ``hold``, ``release``, ``freeze`` or ``ping`` to an agent; it has heard it, and what it told before is taken
-    in."""
+    """Say ``hold``, ``release``, ``freeze`` or ``ping`` to an agent; it has heard it, and what it told before is taken in."""
     agent.go(word)
     agent.expect(f"heard {word}")

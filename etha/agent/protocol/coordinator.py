@@ -350,9 +350,7 @@ class Coordinator(Machine[Phase]):
         self._coordinators = frozenset((agents[source][0], agents[target][0]))
         self._others = frozenset(self.peers) - {self.me}
         #: The only other agent, if it receives everything.
-        self._receiver = (
-            next(iter(self._others)) if self._others == set(agents[target]) and len(self.peers) == 2 else ""
-        )
+        self._receiver = next(iter(self._others)) if self._others == set(agents[target]) and len(self.peers) == 2 else ""
         self._hand_over = hand_over
         #: Who decides the transfer that moves, if that was handed over.
         self.decider = ""

@@ -10,9 +10,9 @@ many agents run the same machine. ``termination`` says why the end is safe if th
       |             +--stop--> STOPPING --quiet--> FAILED --Abort--> IDLE
       +--Go that cannot begin here--------------> FAILED
 
-If GO hands the decision over (``coordinator``), the other agent commits where it would vote. The coordinator's agent
-has voted with GO, so whatever becomes of its own part, it ends as the other one says: it commits from VOTED or FAILED,
-once its own part is over.
+If GO hands the decision over (``coordinator``), the other agent commits where it would vote. Its coordinator's agent has
+voted with GO, so whatever becomes of its own part, it ends as the other one says: it commits from VOTED or FAILED, once
+its own part is over.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ class TransferService:
                 copy()
 
     def _soon(self, copy: Callable[[], None]) -> None:
-        """Make a short copy: after the effects of the call or message that is handled, else when the loop comes to it.
+        """Make a short copy: after the effects of the call or message that is being handled, else when the loop comes to
+        it.
 
         The loop takes longer to come to it than the copy takes. But a transfer that follows another one waits for that,
         because calls that wait in their hundreds must not keep the loop from all else.

@@ -79,7 +79,7 @@ def test_which_calls_lend_the_memory_is_seen_through_the_page_of_the_worker(memo
     assert HostMemory(Exhibit.of(memory, private)).page is None
     exhibit = Exhibit.of(memory, private, served)
     page.close()
-    with pytest.raises(ReachError, match=r"no descriptor of its segments \(its revocation page\)"):
+    with pytest.raises(ReachError, match="no descriptor of its segments .its revocation page."):
         HostMemory(exhibit)
 
 
