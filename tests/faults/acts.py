@@ -16,8 +16,7 @@ from tests.flow.jobs import tell
 from tests.flow.puppets import Failure
 from tests.flow.truth import cut, stale, whole
 
-#: The small one is more than a coordinator lets another agent decide about, so that there are votes.
-SMALL, LARGE = (192, 160), (4096, 16384)
+SMALL, LARGE = (12, 10), (4096, 16384)
 OLD, NEW = 77.0, 1.0
 Act = Callable[..., Any]
 #: For every call of a worker: far beyond what any cell allows.

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from typing import Any
 
 from etha.agent.__main__ import serve
 from etha.agent.protocol import epoch_links
 from etha.agent.protocol.coordinator import Coordinator, Outbox, Phase
-from etha.agent.protocol.effects import StartMove
 from etha.agent.server import Agent
-from etha.agent.services.batch_state import RegisteredBatch
-from etha.agent.services.transfers import TransferService
 from etha.agent.startup import Startup
 from etha.bus.codec import Request
 from etha.bus.sessions import Peer
@@ -27,12 +23,11 @@ from tests.flow.nursery import MESH
 
 
 class Seam:
-    """Wraps ``received``, to tell of requests, and ``_decide``, to leave all votes unanswered after ``hold``; and
-    ``_begin``, to stand still after ``freeze`` before a transfer begins that this agent decides."""
+    """Wraps ``received``, to tell of requests, and ``_decide``, to leave all votes unanswered after ``hold``."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
-        self.holding = self.freezing = False
+        self.holding = False
         self.held: Coordinator | None = None
         self._received, self._decide = Agent.received, Coordinator._decide
         seam = self
@@ -50,18 +45,7 @@ class Seam:
             tell("voted")
             return []
 
-        begin_move = TransferService._begin
-
-        def begin(service: TransferService, batch: RegisteredBatch, start: StartMove) -> None:
-            current = batch.participant.current
-            if seam.freezing and current is not None and current.decides:
-                seam.freezing = False
-                tell("handed")
-                os.kill(os.getpid(), signal.SIGSTOP)
-            begin_move(service, batch, start)
-
         Agent.received, Coordinator._decide = received, decide  # type: ignore[method-assign]
-        TransferService._begin = begin  # type: ignore[method-assign]
 
     def hear(self) -> None:
         """One word of the test."""
@@ -70,8 +54,6 @@ class Seam:
             self.holding, self.held = True, None
         elif word == "release":
             self.release()
-        elif word == "freeze":
-            self.freezing = True
         tell(f"heard {word}")
 
     def release(self) -> None:
@@ -110,6 +92,6 @@ def run_agent() -> None:
 
 
 def ask(agent: Worker, word: str) -> None:
-    """Say ``hold``, ``release``, ``freeze`` or ``ping`` to an agent; it has heard it, and what it told before is taken in."""
+    """Say ``hold``, ``release`` or ``ping`` to an agent; it has heard it, and what it told before is taken in."""
     agent.go(word)
     agent.expect(f"heard {word}")

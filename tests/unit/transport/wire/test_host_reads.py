@@ -19,7 +19,6 @@ from etha.memory.handles import TensorHandle, describe
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, start_time
 from etha.memory.reach import FaultError, ReachError, WorkerGoneError
-from etha.memory.revocation import LentPage, RevocationPage
 from etha.transport.copy.host import Claim, Exhibit, HostMemory, claim, prove
 from tests.examples import examples
 from tests.unit.transport.agents import agents, bits, run_here, same, transfer
@@ -64,23 +63,6 @@ def test_tensors_are_seen_through_their_segments_and_in_private_memory(memory: W
     assert float(flat[0]) == 4.0  # the same pages, not a copy
     assert views[1].private and views[1].strides == (1, 4) and views[2].nbytes == 0
     opened.close()
-
-
-def test_which_calls_lend_the_memory_is_seen_through_the_page_of_the_worker(memory: WorkerMemory) -> None:
-    page = RevocationPage()
-    served = LentPage(os.dup(page.fd))
-    private = {"a": describe(torch.zeros(4))}
-    opened = HostMemory(Exhibit.of(memory, private, served))
-    word = page.open()
-    assert opened.page is not None and opened.page.lends_still(word)
-    page.revoke(word)
-    assert not opened.page.lends_still(word) and not opened.page.lends_still(-1)
-    opened.close()
-    assert HostMemory(Exhibit.of(memory, private)).page is None
-    exhibit = Exhibit.of(memory, private, served)
-    page.close()
-    with pytest.raises(ReachError, match="no descriptor of its segments .its revocation page."):
-        HostMemory(exhibit)
 
 
 def test_a_worker_that_is_another_process_is_refused(memory: WorkerMemory) -> None:
