@@ -257,14 +257,20 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a row's name")
     options = parser.parse_args()
     print(harness.machine())
-    print(f"\n{options.mib} MiB{'':54} {'ms':>8} {'GB/s':>7} {'limit':>7} {'of limit':>9} {'goal':>5}")
-    for case in cases(options.mib):
-        if options.only not in case.label:
-            continue
+    chosen = [case for case in cases(options.mib) if options.only in case.label]
+    if not chosen:
+        parser.error(f"no row has {options.only!r} in its name; without --only all are measured, which shows the names")
+    print(
+        f"\nRanks of the source -> ranks of the target; a matrix has {options.mib} MiB. local: one agent, host: two agents of a"
+        "\nhost. GB/s of the transfer, and of the copy at the machine's limit. of limit: median of the ratios of each transfer"
+        "\nto the copy before it, so it is not that of the two columns."
+    )
+    print(f"\n{'':62} {'ms':>8} {'GB/s':>7} {'limit':>7} {'of limit':>9} {'goal':>5}")
+    for case in chosen:
         seconds, limit, ratio = measure(case, options.mib, options.runs)
         speed = case.nbytes(options.mib) / seconds / 1e9
         figures = f"{seconds * 1e3:8.1f} {speed:7.2f} {limit:7.2f} {ratio:9.2f} {case.goal:5.2f}"
-        print(f"{case.label:60} {figures}{'' if ratio >= case.goal else '  missed'}", flush=True)
+        print(f"{case.label:62} {figures}{'' if ratio >= case.goal else '  missed'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -136,17 +136,14 @@ class RevocationPage:
 
 
 class LentPage:
-    """An agent's end of one worker's page. ``file`` is the page's (device, inode), by which an agent of the same host
-    finds it, too."""
+    """The agent's end of one worker's page."""
 
     def __init__(self, fd: int) -> None:
         """Map the page of a received descriptor; takes ``fd`` and closes it. RegistrationError if it is wrong."""
         try:
             self._pages = map_sealed(fd, NBYTES)
-            found = os.fstat(fd)
         finally:
             os.close(fd)
-        self.file = found.st_dev, found.st_ino
         self._words = _words(self._pages)
         if _membarrier(_REGISTER_GLOBAL_EXPEDITED):
             self._words[0] = _REGISTERED
@@ -154,13 +151,6 @@ class LentPage:
     def lends(self, word: int) -> bool:
         """Whether the call of ``word`` still lends its memory. RegistrationError for a word that no page can hold."""
         return self.guard(word).lends
-
-    def lends_still(self, word: int) -> bool:
-        """``lends``, but False for a word that no page can hold: another agent may have said it."""
-        try:
-            return self.lends(word)
-        except RegistrationError:
-            return False
 
     def guard(self, word: int) -> Guard:
         """The guard of one call. RegistrationError for a word that no page can hold."""

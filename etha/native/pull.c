@@ -59,7 +59,7 @@ static void pull_advance(pull_place *place, uint64_t bytes) {
 }
 
 /* The kernel takes some 0.5 us to find the pages of each run over there, and as long to copy 4 KiB or more. So runs with at
- * most PULL_GAP bytes between them are read as one, and what lies between goes to a place where nobody looks. */
+ * most PULL_GAP bytes between them are read as one, and what lies between goes to `nowhere`, which nobody reads. */
 enum { PULL_GAP = 4096 };
 
 typedef struct {

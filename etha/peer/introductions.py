@@ -68,7 +68,6 @@ class Exhibits(StrictStruct, frozen=True, kw_only=True):
 
     ``pid`` 0: this rank's worker cannot be read, so its data must be sent. A rank may come in several parts.
     ``snapshot``: where this one rank keeps its snapshot, sent when it takes the first one; ``last`` of its parts.
-    ``page``: (device, inode) of the worker's revocation page, in the first part; empty if it has none.
     """
 
     side: Annotated[str, Meta(max_length=100)]
@@ -80,7 +79,6 @@ class Exhibits(StrictStruct, frozen=True, kw_only=True):
     handles: Annotated[tuple[TensorHandle, ...], Meta(max_length=MAX_TENSORS)]
     last: bool
     snapshot: bool = False
-    page: Annotated[tuple[int, ...], Meta(max_length=2)] = ()
 
 
 @message("relay")

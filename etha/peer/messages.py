@@ -142,10 +142,6 @@ class Go(StrictStruct, frozen=True, kw_only=True):
     ``snapshot``: read the snapshots that the source ranks have taken instead of their tensors. ``attempts`` names the
     READYs that it consumes, (agent, side, attempt) each, so that the other direction's coordinator can forget exactly
     these; to agents that coordinate nothing it is empty. ``booking``: seconds that it took to book.
-
-    ``decide``: only the two of us take part, and you receive everything, so the decision is yours: I have voted. Say
-    Committed or Failed. ``lent``: (rank, revocation word) of each source rank whose memory you read; once you have
-    copied, you may commit only if its call still lends it.
     """
 
     seq: int
@@ -154,8 +150,6 @@ class Go(StrictStruct, frozen=True, kw_only=True):
     snapshot: bool = False
     booking: float = 0.0
     attempts: Items[tuple[Text, Text, int]]
-    decide: bool = False
-    lent: Items[tuple[int, int]] = ()
 
 
 @message("done")
@@ -175,10 +169,7 @@ class Failed(StrictStruct, frozen=True, kw_only=True):
 
 @message("abort")
 class Abort(StrictStruct, frozen=True, kw_only=True):
-    """``seq`` ends without a result for anybody. ``cause`` is the first one.
-
-    To who decides: end it so, unless you have committed it. Answered by Failed, or overtaken by Committed.
-    """
+    """``seq`` ends without a result for anybody. ``cause`` is the first one."""
 
     seq: int
     cause: EthaError
@@ -193,7 +184,7 @@ class Commit(StrictStruct, frozen=True, kw_only=True):
 
 @message("committed")
 class Committed(StrictStruct, frozen=True, kw_only=True):
-    """I know that ``seq`` is committed; from who decides it, I have committed it."""
+    """I know that ``seq`` is committed."""
 
     seq: int
 

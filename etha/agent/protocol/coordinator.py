@@ -5,13 +5,6 @@ and gets the same messages. A batch on one agent books nothing.
 
     COLLECTING --all ready--> BOOKING --all booked--> MOVING --all done--> COMMITTING --settled--> COLLECTING
          ^--READY taken back, agent lost--/               \\--failed, agent lost--> COLLECTING (Abort said)
-
-If this agent and one other take part, and the other receives everything, GO hands the decision over (``HandOver``):
-this agent's vote goes with it, and the other one commits as soon as it has copied. That saves DONE and COMMIT, one
-round trip. From then on only the other agent can abort, so ABORT is a request to it, and if it is lost, the outcome is
-unknown here. The coordinator does so where all of this takes no longer than that round trip would.
-
-    MOVING --Committed--> COLLECTING     MOVING --Failed--> COLLECTING (Abort said)     MOVING --lost--> COLLECTING
 """
 
 from __future__ import annotations
@@ -50,9 +43,6 @@ from etha.peer.messages import (
 )
 
 Key = tuple[str, str]  # (agent, side)
-#: Whether the other agent shall decide the transfer that begins now: (rank, revocation word) of the source ranks whose
-#: memory it reads, or None if it shall not.
-HandOver = Callable[[], tuple[tuple[int, int], ...] | None]
 T = TypeVar("T")
 
 #: Nanoseconds within which ranks of one side whose calls end count as having given up together: they call at about the
@@ -340,7 +330,6 @@ class Coordinator(Machine[Phase]):
         agents: Mapping[str, tuple[str, ...]],
         seq: int,
         now: Callable[[], int],
-        hand_over: HandOver = lambda: None,
     ) -> None:
         super().__init__(f"coordinator {name} from {source}", Phase.COLLECTING)
         self.batch, self.source, self.target, self.agents = name, source, target, agents
@@ -349,11 +338,6 @@ class Coordinator(Machine[Phase]):
         self.peers = tuple(sorted({agent for side in (source, target) for agent in agents[side]}))
         self._coordinators = frozenset((agents[source][0], agents[target][0]))
         self._others = frozenset(self.peers) - {self.me}
-        #: The only other agent, if it receives everything.
-        self._receiver = next(iter(self._others)) if self._others == set(agents[target]) and len(self.peers) == 2 else ""
-        self._hand_over = hand_over
-        #: Who decides the transfer that moves, if that was handed over.
-        self.decider = ""
         self.ready = Readiness(name, source, target, agents)
         self.reservation = BookingRound(source)
         self.votes: set[str] = set()
@@ -371,12 +355,7 @@ class Coordinator(Machine[Phase]):
         match message:
             case Ready():
                 return self._ready(agent, message)
-            case Committed(seq=seq) if self.state is Phase.MOVING and seq == self.seq and agent == self.decider:
-                self.move(Phase.COLLECTING)
-                return [(self.me, Settle(seq=seq, outcome="committed", cause=None)), *self._next()]
-            case Failed(seq=seq, cause=cause) if self.state is Phase.MOVING and seq == self.seq and self.decider:
-                return self._abort(cause) if agent == self.decider else [(self.decider, Abort(seq=seq, cause=cause))]
-            case Done(seq=seq) if self.state is Phase.MOVING and seq == self.seq and not self.decider:
+            case Done(seq=seq) if self.state is Phase.MOVING and seq == self.seq:
                 self.votes.add(agent)
                 return self._decide()
             case Committed(seq=seq) if self.state is Phase.COMMITTING and seq == self.seq:
@@ -404,9 +383,6 @@ class Coordinator(Machine[Phase]):
         self.lost_agents.add(agent)
         self.ready.remove_agent(agent)
         match self.state:
-            case Phase.MOVING if self.decider:
-                self.move(Phase.COLLECTING)
-                return [(self.me, Settle(seq=self.seq, outcome="unknown", cause=self._agent_lost_error({agent})))]
             case Phase.MOVING:
                 return self._abort(self._agent_lost_error({agent}))
             case Phase.COMMITTING:
@@ -490,8 +466,6 @@ class Coordinator(Machine[Phase]):
         attempts = tuple(sorted([(agent, side, m.attempt) for (agent, side), m in self.ready]))
         snapshot = bool(self.ready.edition)
         ticket = self.reservation.ticket
-        lent = self._hand_over() if self._receiver else None
-        self.decider = self._receiver if lent is not None else ""
         go = Go(
             seq=self.seq,
             side=self.source,
@@ -499,8 +473,6 @@ class Coordinator(Machine[Phase]):
             snapshot=snapshot,
             attempts=attempts,
             booking=0.0 if ticket is None else max(0, self.now() - ticket[0]) / 1e9,
-            decide=lent is not None,
-            lent=lent or (),
         )
         self.ready.clear()
         self.votes.clear()

@@ -86,8 +86,7 @@ class StartMove:
     """Run this agent's program of transfer ``seq`` from side ``source`` for these calls.
 
     ``snapshot``: read the snapshots of the source ranks instead of their tensors. ``booking``: seconds for which the
-    coordinator booked. ``lent``: (rank, revocation word) of source ranks of the other agent; ``moved`` without an error
-    is fed back only if all of these still lend their memory then.
+    coordinator booked.
     """
 
     seq: int
@@ -95,7 +94,6 @@ class StartMove:
     snapshot: bool
     calls: Mapping[Member, CallKey]
     booking: float = 0.0
-    lent: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

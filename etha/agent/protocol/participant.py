@@ -9,10 +9,6 @@ many agents run the same machine. ``termination`` says why the end is safe if th
       |             |                 +--coordinator lost, asked--> DOUBT --answers, Abort--> COMMITTED | IDLE
       |             +--stop--> STOPPING --quiet--> FAILED --Abort--> IDLE
       +--Go that cannot begin here--------------> FAILED
-
-If GO hands the decision over (``coordinator``), the other agent commits where it would vote. Its coordinator's agent has
-voted with GO, so whatever becomes of its own part, it ends as the other one says: it commits from VOTED or FAILED, once
-its own part is over.
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -114,8 +109,7 @@ class TransferInProgress:
 
     ``causes`` are why its own workers want to end it, ``abort`` is the decision. ``begun``: StartMove was said.
     ``inquiry`` holds the questions to others once the coordinator is lost. ``answered`` are the members whose calls
-    were answered before the decision. ``decides``: this agent decides it, because the coordinator has handed that over.
-    ``handed``: this agent has handed it over. ``settle``: how it ends, while this agent's part is not over yet.
+    were answered before the decision.
     """
 
     seq: int
@@ -129,9 +123,6 @@ class TransferInProgress:
     begun: bool = False
     touched: bool = False
     inquiry: Inquiry | None = None
-    decides: bool = False
-    handed: bool = False
-    settle: Settle | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -305,8 +296,7 @@ class Participant(Machine[Moving]):
     ``agents``: side -> agent of each rank. ``digests``: source side -> plan digest. ``seq``: the last number given out.
     ``atomic``: targets are shadows, so an abort never tears a live tensor. ``now``: ns of a clock that all agents
     roughly share, which orders their bookings. ``can_hold(source)``: whether what a transfer from that side needs of
-    this agent is free; it changes nothing. ``hand_over(source, calls)``: see ``coordinator``, for the oldest ``calls``
-    of this agent's source ranks.
+    this agent is free; it changes nothing.
     """
 
     LOGGED = False
@@ -314,7 +304,7 @@ class Participant(Machine[Moving]):
         Moving.IDLE: frozenset({Moving.MOVING, Moving.FAILED}),
         Moving.MOVING: frozenset({Moving.VOTED, Moving.STOPPING, Moving.FAILED}),
         Moving.STOPPING: frozenset({Moving.FAILED, Moving.IDLE}),
-        Moving.FAILED: frozenset({Moving.IDLE, Moving.COMMITTED}),
+        Moving.FAILED: frozenset({Moving.IDLE}),
         Moving.VOTED: frozenset({Moving.COMMITTED, Moving.DOUBT, Moving.IDLE}),
         Moving.DOUBT: frozenset({Moving.COMMITTED, Moving.IDLE}),
         Moving.COMMITTED: frozenset({Moving.IDLE}),
@@ -331,7 +321,6 @@ class Participant(Machine[Moving]):
         atomic: bool,
         now: Callable[[], int] = time.time_ns,
         can_hold: Callable[[str], bool] = lambda source: False,
-        hand_over: Callable[[str, Mapping[Member, CallKey]], tuple[tuple[int, int], ...] | None] = lambda *_: None,
     ) -> None:
         super().__init__(f"batch {name}", Moving.IDLE)
         self.me, self.agents, self.digests, self.atomic = me, agents, digests, atomic
@@ -341,19 +330,11 @@ class Participant(Machine[Moving]):
         first, second = agents
         self.other = {first: second, second: first}
         self.coordinators = {
-            side: Coordinator(
-                name,
-                source=side,
-                target=self.other[side],
-                agents=agents,
-                seq=seq,
-                now=now,
-                hand_over=partial(self._lent, side),
-            )
+            side: Coordinator(name, source=side, target=self.other[side], agents=agents, seq=seq, now=now)
             for side in agents
             if agents[side][0] == me
         }
-        self.seq, self._can_hold, self._hand_over = seq, can_hold, hand_over
+        self.seq, self._can_hold = seq, can_hold
         self.memory = EndedTransfers()
         self.queues = Queues(me, agents, now)
         self.sides = self.queues.sides
@@ -421,19 +402,12 @@ class Participant(Machine[Moving]):
         current = self.current
         if current is not None and current.seq == seq:
             current.touched = touched
-            if current.handed:
-                self._part_over(current, error)
-            elif self.state is Moving.STOPPING:
+            if self.state is Moving.STOPPING:
                 if current.abort is None:
                     self.move(Moving.FAILED)
                     self._tell_ahead()
                 else:
                     self._aborted()
-            elif error is None and current.decides:
-                self.move(Moving.VOTED)
-                self.move(Moving.COMMITTED)
-                self._tell(current.coordinator, Committed(seq=seq))
-                self._finish("committed", None)
             elif error is None:
                 self.move(Moving.VOTED)
                 self._tell(current.coordinator, Done(seq=seq))
@@ -442,20 +416,6 @@ class Participant(Machine[Moving]):
                 self._tell_ahead()
                 self._tell(current.coordinator, Failed(seq=seq, cause=error))
         return self._flush()
-
-    def _part_over(self, current: TransferInProgress, error: EthaError | None) -> None:
-        """The part of this agent is over in a transfer that another one decides."""
-        if self.state is Moving.MOVING and error is None:
-            self.move(Moving.VOTED)
-        else:
-            stopped = self.state is Moving.STOPPING  # whoever stopped it has told the cause
-            self.move(Moving.FAILED)
-            if error is not None and not stopped:
-                self._tell(current.coordinator, Failed(seq=current.seq, cause=error))
-        if current.settle is not None:
-            self._settle(current.settle)
-        elif current.abort is not None:
-            self._aborted()
 
     def on_agent_lost(self, agent: str, *, by_word: bool = False) -> list[TransferEffect]:
         """An agent's link closed: its messages are ignored, and no transfer of this batch begins here any more.
@@ -598,8 +558,6 @@ class Participant(Machine[Moving]):
                 if booking is not None and (booking.agent, booking.side, booking.number) == (agent, side, number):
                     self._unbook()
             case Abort(seq=seq, cause=cause) if self.current is not None and self.current.seq == seq:
-                if self.current.decides:
-                    self._tell(agent, Failed(seq=seq, cause=cause))
                 self._abort(cause)
             case Question(seq=seq):
                 self._question(agent, seq)
@@ -620,13 +578,7 @@ class Participant(Machine[Moving]):
         assert self.current is None, f"{self.name}: GO {seq} within {self.current}"
         calls = self.queues.take()
         self.current = TransferInProgress(
-            seq=seq,
-            source=message.side,
-            version=message.version,
-            coordinator=agent,
-            calls=calls,
-            decides=message.decide and agent != self.me,
-            handed=message.decide and agent == self.me,
+            seq=seq, source=message.side, version=message.version, coordinator=agent, calls=calls
         )
         if self.booking is not None:
             self.booking.begun = True
@@ -642,12 +594,7 @@ class Participant(Machine[Moving]):
         keys = {member: call.key for member, call in calls.items()}
         self._out.append(
             StartMove(
-                seq=seq,
-                source=message.side,
-                snapshot=message.snapshot,
-                calls=keys,
-                booking=max(0.0, message.booking),
-                lent=() if agent == self.me else message.lent,
+                seq=seq, source=message.side, snapshot=message.snapshot, calls=keys, booking=max(0.0, message.booking)
             )
         )
         for member, call in calls.items():
@@ -681,7 +628,7 @@ class Participant(Machine[Moving]):
         If the coordinator is cut off, ABORT would come only when its link is found to be lost.
         """
         current = self.current
-        if current is None or self.state is not Moving.FAILED or current.handed:
+        if current is None or self.state is not Moving.FAILED:
             return
         for member, cause in current.causes.items():
             if member not in current.answered:
@@ -737,17 +684,7 @@ class Participant(Machine[Moving]):
             self._finish("committed", None)
 
     def _settle(self, message: Settle) -> None:
-        current = self.current
-        assert current is not None
-        if self.state in (Moving.MOVING, Moving.STOPPING):  # handed over, and this agent's part is not over yet
-            current.settle = message
-            if message.cause is not None and self.state is Moving.MOVING:
-                self.move(Moving.STOPPING)
-                self._out.append(StopMove(seq=current.seq))
-            return
         if message.cause is None:
-            if current.handed:
-                self.move(Moving.COMMITTED)
             self._finish("committed", None)
         elif message.outcome == "unknown":
             self._unknown(message.cause)
@@ -864,13 +801,6 @@ class Participant(Machine[Moving]):
     def _drop_all(self, calls: list[Call], text: str) -> None:
         for call in calls:
             self._drop(call, TransferError(text, outcome="withdrawn"))
-
-    def _lent(self, source: str) -> tuple[tuple[int, int], ...] | None:
-        """Whether the other agent shall decide the transfer that begins now; see ``HandOver``."""
-        heads = self.queues.heads(source)
-        if heads is None or any(call.cause is not None for call in heads):
-            return None
-        return self._hand_over(source, {call.member: call.key for call in heads})
 
     def _not_ready(self, call: Call) -> tuple[Member, ...]:
         """Who is not ready for ``call``: as this agent knows if it coordinates the direction, otherwise as its

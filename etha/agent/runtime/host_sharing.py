@@ -37,7 +37,7 @@ def exhibits(tensors: Shown, *, snapshot: bool = False) -> list[Exhibits]:
     out: list[Exhibits] = []
     for (side, rank), (session, handles) in sorted(tensors.items(), key=lambda item: item[0]):
         try:
-            found: Exhibit | None = Exhibit.of(session.memory, handles, session.revocation)
+            found: Exhibit | None = Exhibit.of(session.memory, handles)
         except (ReachError, EthaError) as error:
             log.info("%s rank %d is not shown to other agents, its tensors will be sent: %s", side, rank, error)
             found = None
@@ -61,7 +61,6 @@ def _parts(side: str, rank: int, exhibit: Exhibit | None) -> Iterator[Exhibits]:
             pid=exhibit.pid,
             started=exhibit.started,
             segments=shown if first == 0 else (),
-            page=exhibit.page if first == 0 else (),
             names=some,
             handles=tuple(exhibit.tensors[name] for name in some),
             last=False,
@@ -175,7 +174,6 @@ def _exhibit(part: Exhibits, segments: list[ShownSegment], handles: dict[str, Te
         started=part.started,
         segments=tuple(SegmentClaim(**msgspec.structs.asdict(segment)) for segment in segments),
         tensors=handles,
-        page=part.page,
     )
 
 

@@ -39,7 +39,7 @@ from etha.transport.wire.flows import WireProgram
 from etha.transport.wire.worker_rows import StreamLane, Stretch
 
 #: Programs of at most this many bytes run on the loop itself, in about ten microseconds.
-SHORT = 64 << 10
+_SHORT = 64 << 10
 
 #: (error or None, whether anything may have been written)
 Over = Callable[[BaseException | None, bool], None]
@@ -237,7 +237,7 @@ class TransferRun:
             if job.pieces:
                 self._submit(job, self._half)
             pulls.start(self._went, self._pulls_over)
-        elif program.near.work <= SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
+        elif program.near.work <= _SHORT and job.pieces <= 2 and self._lane.idle and not self._lane.workspaces.device:
             # The round trip to a lane thread takes longer than such a copy.
             self._left = 1
             (self._soon or asyncio.get_running_loop().call_soon)(lambda: self._here(job))

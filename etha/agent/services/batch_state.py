@@ -116,8 +116,7 @@ class RunningProgram:
     """The transfer that moves now. ``program``, ``run`` and ``progress`` are None until the program is compiled.
 
     ``booking``: seconds for which the coordinator booked. ``started``, ``submitted``, ``moved``: when GO was heard, the
-    program was submitted, and this agent's part was done; 0 until then, and if it ended otherwise. ``lent``: as in
-    ``StartMove``.
+    program was submitted, and this agent's part was done; 0 until then, and if it ended otherwise.
     """
 
     seq: int
@@ -126,7 +125,6 @@ class RunningProgram:
     calls: Mapping[Member, CallKey]
     started: float
     booking: float = 0.0
-    lent: tuple[tuple[int, int], ...] = ()
     submitted: float = 0.0
     moved: float = 0.0
     #: When each call came; kept because the calls are forgotten one by one.
@@ -326,14 +324,11 @@ class LocalRegistration:
         return {p: {**fields, **({"generation": self.generation} if p == self.pairs[0] else {})} for p in self.pairs}
 
 
-HandOver = Callable[["RegisteredBatch", str, Mapping[Member, CallKey]], "tuple[tuple[int, int], ...] | None"]
-
-
 class RegisteredBatch:
     """A registration on which all agents agree: how its bytes go, and its transfers.
 
     ``transport`` is None if this agent is the only one. ``can_hold(batch, source)``: whether what a transfer from side
-    ``source`` needs of this agent is free. ``hand_over(batch, source, calls)``: see ``Participant``.
+    ``source`` needs of this agent is free.
     """
 
     def __init__(
@@ -343,7 +338,6 @@ class RegisteredBatch:
         terms: Terms,
         transport: BatchTransport | None,
         can_hold: Callable[[RegisteredBatch, str], bool],
-        hand_over: HandOver = lambda *_: None,
     ) -> None:
         self.registration, self.evaluation, self.terms, self.transport = registration, evaluation, terms, transport
         # What never changes is looked up once, because each transfer asks for it several times.
@@ -370,7 +364,6 @@ class RegisteredBatch:
             seq=max(registration.seq, evaluation.seq, terms.seq),
             atomic=evaluation.atomic,
             can_hold=lambda source: can_hold(self, source),
-            hand_over=lambda source, calls: hand_over(self, source, calls),
         )
         #: Number of the last transfer that failed.
         self.failed = 0

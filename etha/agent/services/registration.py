@@ -618,9 +618,7 @@ class RegistrationService:
     def _stand(self, registration: LocalRegistration, evaluation: Evaluation, terms: Terms) -> None:
         transport = None if registration.machine.alone else self._transfers.compiler.transport(registration, terms)
         can_hold = self._transfers.lane_scheduler.can_hold
-        batch = registration.registered = RegisteredBatch(
-            registration, evaluation, terms, transport, can_hold, self._transfers.hand_over
-        )
+        batch = registration.registered = RegisteredBatch(registration, evaluation, terms, transport, can_hold)
         fields: dict[str, Field] = {"tensors": evaluation.tensors, "bytes": batch.nbytes, "digest": evaluation.digest}
         fields["transport"] = batch.transports
         for pair, written in registration.records(fields).items():

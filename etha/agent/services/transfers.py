@@ -29,7 +29,7 @@ from etha.agent.protocol.participant import Call, TransferEffect
 from etha.agent.runtime.lane import NOTHING, Lane
 from etha.agent.runtime.peers import PeerLinks
 from etha.agent.runtime.pulls import WorkerPulls
-from etha.agent.runtime.run import SHORT, DirectionProgram, TransferProgress, TransferRun
+from etha.agent.runtime.run import DirectionProgram, TransferProgress, TransferRun
 from etha.agent.runtime.sessions import OpenCalls, WorkerSession
 from etha.agent.runtime.status_writer import StatusWriter
 from etha.agent.runtime.tasks import Spawn
@@ -154,8 +154,7 @@ class TransferService:
                 copy()
 
     def _soon(self, copy: Callable[[], None]) -> None:
-        """Make a short copy: after the effects of the call or message that is being handled, else when the loop comes to
-        it.
+        """Make a short copy: after the effects of the call or message that is handled, else when the loop comes to it.
 
         The loop takes longer to come to it than the copy takes. But a transfer that follows another one waits for that,
         because calls that wait in their hundreds must not keep the loop from all else.
@@ -277,34 +276,6 @@ class TransferService:
             self._known_needs = Needs(self._links.plane, self._lane.threads)
         return self._known_needs
 
-    def hand_over(
-        self, batch: RegisteredBatch, source: str, calls: Mapping[Member, CallKey]
-    ) -> tuple[tuple[int, int], ...] | None:
-        """Whether the agent that receives decides the transfer that begins now (``protocol/coordinator.py``): only what
-        takes it about as long as a message would, because if it is lost meanwhile, the outcome is unknown here."""
-        program, asks = batch.programs.get((source, False)), [batch.asks[key] for key in calls.values()]
-        if program is None or program.verification_plan is not None or batch.over_nccl or self._lane.workspaces.device:
-            return None
-        if sum(program.nbytes.values()) > SHORT:
-            return None
-        # What passes a version on ends well only if that version does. What sends a snapshot is read elsewhere.
-        if any(ask.session.hops.get(batch.name) is not None or batch.tensors[ask.member].snapshot for ask in asks):
-            return None
-        if not batch.read_by(source):
-            return ()
-        if any(ask.session.revocation is None for ask in asks):
-            return None
-        return tuple((ask.member[1], ask.slot) for ask in asks)
-
-    def _taken_back(self, batch: RegisteredBatch, current: RunningProgram) -> ReachError | None:
-        """The error if a worker of another agent does not lend any more what this agent has copied from it."""
-        opened = batch.registration.shared_tensors.opened()
-        for rank, word in current.lent:
-            memory = opened.get((current.source, rank))
-            if memory is None or memory.page is None or not memory.page.lends_still(word):
-                return RevokedError(f"{current.source} rank {rank} took its memory back", owner=("source", rank))
-        return None
-
     def _undecided(self, batch: RegisteredBatch, seq: int) -> None:
         self._perform(batch, batch.participant.undecided(seq))
 
@@ -317,7 +288,6 @@ class TransferService:
             calls=start.calls,
             started=time.monotonic(),
             booking=start.booking,
-            lent=start.lent,
             asked={member: batch.asks[key].since for member, key in start.calls.items()},
         )
         if trace.active is not None:
@@ -492,8 +462,6 @@ class TransferService:
 
     def _over(self, batch: RegisteredBatch, current: RunningProgram, error: EthaError | None, touched: bool) -> None:
         current.late = None
-        if error is None and current.lent and (gone := self._taken_back(batch, current)) is not None:
-            error = self._with_log(batch, gone)
         if error is None and not current.stopped:  # else it ended where it was, however long the others take to hear it
             current.moved = time.monotonic()
         self._perform(batch, batch.participant.moved(current.seq, error, touched=touched))

@@ -21,7 +21,6 @@ from etha.memory.handles import TensorHandle
 from etha.memory.mapping import WorkerMemory
 from etha.memory.process import Beacon, ProcessMemory, start_time
 from etha.memory.reach import AccessError, ReachError, WorkerGoneError
-from etha.memory.revocation import LentPage
 from etha.memory.views import View
 
 
@@ -67,20 +66,16 @@ class SegmentClaim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exhibit:
-    """Where a worker's tensors lie, for another agent on its host; plain data.
-
-    ``page``: (device, inode) of the revocation page that says which of its calls lend them; empty if it has none.
-    """
+    """Where a worker's tensors lie, for another agent on its host; plain data."""
 
     pid: int
     started: int
     segments: tuple[SegmentClaim, ...]
     tensors: Mapping[str, TensorHandle]
-    page: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle], page: LentPage | None = None) -> Exhibit:
-        """The exhibit of a worker of this agent, which has the segments of ``tensors`` and its ``page`` mapped."""
+    def of(cls, memory: WorkerMemory, tensors: Mapping[str, TensorHandle]) -> Exhibit:
+        """The exhibit of a worker of this agent, which has the segments of ``tensors`` mapped."""
         used: dict[str, View] = {}
         found: list[SegmentClaim] = []
         for handle in tensors.values():
@@ -99,13 +94,7 @@ class Exhibit:
             begin = view.address - view.place
             found += [SegmentClaim(id=name, nbytes=n, device=d, inode=i) for start, n, d, i in lines if start == begin]
         process = memory.process
-        return cls(
-            pid=process.pid,
-            started=process.started,
-            segments=tuple(found),
-            tensors=dict(tensors),
-            page=() if page is None else page.file,
-        )
+        return cls(pid=process.pid, started=process.started, segments=tuple(found), tensors=dict(tensors))
 
 
 def _maps() -> list[tuple[int, int, int, int]]:
@@ -120,10 +109,7 @@ def _maps() -> list[tuple[int, int, int, int]]:
 
 
 class HostMemory:
-    """The memory of another agent's worker, opened by this agent. Views stay valid until ``close``.
-
-    ``page`` is the worker's revocation page; None if none was shown.
-    """
+    """The memory of another agent's worker, opened by this agent. Views stay valid until ``close``."""
 
     def __init__(self, exhibit: Exhibit, mappings: Mappings | None = None) -> None:
         """Open and check it. ReachError if this agent cannot reach it, RegistrationError for a wrong claim.
@@ -132,12 +118,11 @@ class HostMemory:
         """
         on_gpu = [segment for segment in exhibit.segments if segment.gpu]
         self._memory = WorkerMemory(exhibit.pid, exhibit.started, mappings=mappings if on_gpu else None)
-        self.page: LentPage | None = None
         try:
             for segment in on_gpu:
                 header = {"segment": segment.id, "nbytes": segment.nbytes}
                 self._memory.attach_allocation(header | {"device": segment.gpu, "handle": segment.handle})
-            if len(on_gpu) < len(exhibit.segments) or exhibit.page:
+            if len(on_gpu) < len(exhibit.segments):
                 self._attach(exhibit)
             self._tensors = {name: self._memory.resolve(handle) for name, handle in exhibit.tensors.items()}
             self._try_private()
@@ -146,11 +131,7 @@ class HostMemory:
             raise
 
     def _attach(self, exhibit: Exhibit) -> None:
-        wanted: dict[tuple[int, ...], SegmentClaim | None] = {
-            (s.device, s.inode): s for s in exhibit.segments if not s.gpu
-        }
-        if exhibit.page:
-            wanted[exhibit.page] = None
+        wanted = {(s.device, s.inode): s for s in exhibit.segments if not s.gpu}
         folder = Path(f"/proc/{exhibit.pid}/fd")
         try:
             descriptors = list(folder.iterdir())
@@ -169,15 +150,13 @@ class HostMemory:
             except OSError:
                 continue  # closed meanwhile; whatever is missing at the end raises below
             info = os.fstat(fd)  # the number may have been reused for another file
-            file = (info.st_dev, info.st_ino)
-            if file not in wanted:
+            segment = wanted.pop((info.st_dev, info.st_ino), None)
+            if segment is None:
                 os.close(fd)
-            elif (segment := wanted.pop(file)) is None:
-                self.page = LentPage(fd)
             else:
                 self._memory.attach(segment.id, fd, segment.nbytes)
         if wanted:
-            ids = ", ".join("(its revocation page)" if s is None else s.id for s in wanted.values())
+            ids = ", ".join(s.id for s in wanted.values())
             raise ReachError(f"process {exhibit.pid} has no descriptor of its segments {ids}", pid=exhibit.pid)
         if not self._memory.process.alive() or start_time(exhibit.pid) != exhibit.started:
             raise WorkerGoneError(f"process {exhibit.pid} is gone", pid=exhibit.pid)

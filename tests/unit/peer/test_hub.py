@@ -20,6 +20,7 @@ from etha.peer import sessions
 from etha.peer.keys import Keys
 from etha.peer.messages import Commit, Done, Go
 from etha.peer.ports import Ports
+from etha.peer.wire import MAX_TOGETHER
 from tests.unit.peer.agents import SCOPE, Agent, Namespace, agent, until
 
 
@@ -50,6 +51,23 @@ async def test_order_is_kept_and_nothing_is_lost(pair: tuple[Agent, Agent]) -> N
     for seq in range(5000):
         a.send(b, Done(seq=seq))
     assert [event[2].seq for event in await b.heard(5000)] == list(range(5000))
+
+
+async def test_messages_that_are_sent_together_arrive_one_by_one_and_in_order(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    await asyncio.gather(a.open(b), b.open(a))
+    a.hub.send("b", SCOPE, *(Done(seq=seq) for seq in range(MAX_TOGETHER)))
+    a.send(b, Done(seq=99))
+    assert await b.heard(MAX_TOGETHER + 1) == [("a", SCOPE, Done(seq=seq)) for seq in (*range(MAX_TOGETHER), 99)]
+    assert a.hub.peers()[0].sent >= MAX_TOGETHER + 1
+
+
+async def test_more_messages_than_may_travel_together_break_the_link(pair: tuple[Agent, Agent]) -> None:
+    a, b = pair
+    await asyncio.gather(a.open(b), b.open(a))
+    a.hub.send("b", SCOPE, *(Done(seq=seq) for seq in range(MAX_TOGETHER + 1)))
+    await until(lambda: not a.is_open("b"))
+    assert not [event for event in b.events if isinstance(event[-1], Done)]
 
 
 async def test_what_comes_before_the_own_link_is_open_is_held(pair: tuple[Agent, Agent]) -> None:

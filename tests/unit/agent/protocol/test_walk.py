@@ -13,7 +13,7 @@ import pytest
 
 from etha.agent.protocol.coordinator import Coordinator, Phase, Settle
 from etha.agent.protocol.participant import Moving, Participant
-from etha.peer.messages import Committed, Failed, VerdictAnswer
+from etha.peer.messages import Committed, VerdictAnswer
 from tests.unit.agent.protocol.walking import HubWalk, Violation, Walk
 
 TWO = {"t": ("a",), "i": ("b",)}
@@ -105,58 +105,6 @@ def test_four_agents_and_a_link_of_the_coordinator() -> None:
     assert {outcome[1:] for outcome in walk.outcomes} == {("aborted",) * 3, ("result",) * 3}
 
 
-# ---- the decision is handed over ----------------------------------------------------------------
-
-#: The second one also has a rank of the source side.
-HANDED = pytest.mark.parametrize("agents", [TWO, {"t": ("a", "b"), "i": ("b",)}], ids=["apart", "beside"])
-
-
-@HANDED
-def test_who_decides_crashes_freezes_or_loses_the_link_at_any_time(agents: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"ends": 2, "fails": 2, "cuts": (AB,), "crash": ("a", "b"), "breaks": 1, "made": True}
-    walk = Walk(agents, hand=True, **given).go()
-    assert walk.states > 5_000
-    assert {("result",) * len(walk.members), ("aborted",) * len(walk.members)} <= walk.outcomes
-    # Only who has handed the decision over, and then hears no more of it, is left in doubt.
-    assert any(outcome[0] == "unknown" for outcome in walk.outcomes)
-    assert not any("unknown" in outcome[1:] for outcome in walk.outcomes)
-
-
-def test_a_decision_is_handed_over_while_calls_come_and_go_and_lanes_are_recalled() -> None:
-    walk = Walk(TWO, hand=True, held=True, ends=2, cuts=(AB,), crash=("a", "b"), recalls=2).go()
-    assert walk.states > 4_000
-    assert {("result", "result"), ("unknown", "result"), ("aborted", "aborted")} <= walk.outcomes
-
-
-def test_a_decision_is_handed_over_with_a_second_transfer_behind_the_first() -> None:
-    walk = Walk(TWO, hand=True, calls_each=2, ends=1, fails=1, cuts=(AB,), crash=("a", "b")).go()
-    assert walk.states > 15_000
-    assert ("result",) * 4 in walk.outcomes
-
-
-def test_without_faults_nobody_is_in_doubt_when_a_decision_is_handed_over() -> None:
-    walk = Walk(TWO, hand=True, calls_each=2, ends=2, fails=1).go()
-    assert not any("unknown" in outcome for outcome in walk.outcomes)
-
-
-def test_the_walk_sees_a_result_of_memory_that_was_taken_back() -> None:
-    with pytest.raises(Violation, match="memory that was taken back"):
-        Walk(TWO, hand=True, checked=False, cuts=(AB,)).go()
-
-
-@pytest.mark.parametrize("agents", [FAN, GATHER, CHAIN], ids=["fan", "gather", "chain"])
-def test_no_decision_is_handed_over_where_somebody_else_takes_part(agents: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"made": True, "fails": 1}
-    handed, voted = Walk(agents, hand=True, **given).go(), Walk(agents, **given).go()
-    assert (handed.states, handed.outcomes) == (voted.states, voted.outcomes)
-
-
-def test_no_decision_is_handed_over_to_who_does_not_receive_everything() -> None:
-    agents = {"t": ("a",), "i": ("a", "b")}
-    handed, voted = Walk(agents, hand=True, fails=1).go(), Walk(agents, fails=1).go()
-    assert (handed.states, handed.outcomes) == (voted.states, voted.outcomes)
-
-
 # ---- agents that are not all linked -------------------------------------------------------------
 
 AD, HUBS = ("a", "d"), ("a", "b")
@@ -239,29 +187,7 @@ def settle_without_an_acknowledgement(self: Coordinator, agent: str) -> list[Any
     return [(self.me, Settle(seq=self.seq, outcome="committed", cause=None)), *self._next()]
 
 
-def abort_when_who_decides_is_lost(self: Coordinator, agent: str) -> list[Any]:
-    self.decider = ""
-    return lose(self, agent)
-
-
-def abort_what_was_handed_over(self: Coordinator, agent: str, message: Any) -> list[Any]:
-    if isinstance(message, Failed) and agent == self.me and self.state is Phase.MOVING:
-        return self._abort(message.cause)
-    return hear(self, agent, message)
-
-
-def tell_ahead_of_who_decides(self: Participant) -> None:
-    current = self.current
-    if current is not None and current.handed:
-        current.handed = False
-        tell_ahead(self)
-        current.handed = True
-    else:
-        tell_ahead(self)
-
-
-commit, question, tell_ahead = Participant._commit, Participant._question, Participant._tell_ahead
-lose, hear = Coordinator.on_agent_lost, Coordinator.hear
+commit, question = Participant._commit, Participant._question
 
 
 @pytest.mark.parametrize(
@@ -272,20 +198,8 @@ lose, hear = Coordinator.on_agent_lost, Coordinator.hear
         (Participant, "_question", answer_and_go_on_moving, Walk(FAN, made=True, cuts=(AB,))),
         (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(TWO, cuts=(AB,))),
         (Coordinator, "_settle", settle_without_an_acknowledgement, Walk(FAN, made=True, cuts=(AB,))),
-        (Coordinator, "on_agent_lost", abort_when_who_decides_is_lost, Walk(TWO, hand=True, cuts=(AB,))),
-        (Coordinator, "hear", abort_what_was_handed_over, Walk(TWO, hand=True, ends=1)),
-        (Participant, "_tell_ahead", tell_ahead_of_who_decides, Walk(TWO, hand=True, ends=1, fails=1)),
     ],
-    ids=[
-        "no fence",
-        "fenced in word only",
-        "aborted in word only",
-        "old rule of two",
-        "old rule of three",
-        "aborted by who has handed over",
-        "aborted without asking who decides",
-        "told ahead of who decides",
-    ],
+    ids=["no fence", "fenced in word only", "aborted in word only", "old rule of two", "old rule of three"],
 )
 def test_without_one_of_its_rules_the_agreement_breaks(
     monkeypatch: pytest.MonkeyPatch, owner: type, name: str, changed: Any, walk: Walk

@@ -48,8 +48,6 @@ CONSTANT = {
     "_directing",
     "_coordinators",
     "_others",
-    "_receiver",
-    "_hand_over",
     "gave_up",
 }
 
@@ -145,8 +143,6 @@ class Walk:
     is lost at any time, or anyone after it has lost somebody. ``eager``: timers go off whenever they like, else
     only when nothing else is left to happen. ``made``: all calls wait from the beginning; ``moved``: all agents
     have just moved their part, and their votes are on the way. ``held``: a free lane is held when READY is said.
-    ``hand``: the coordinator hands the decision over wherever it may. ``checked``: who has copied then looks whether
-    the source's calls still lend their memory.
     """
 
     agents: dict[str, tuple[str, ...]]
@@ -155,8 +151,6 @@ class Walk:
     fails: int = 0
     recalls: int = 0
     held: bool = False
-    hand: bool = False
-    checked: bool = True
     breaks: int = 0
     crash: tuple[str, ...] = ()
     cuts: tuple[tuple[str, str], ...] = ()
@@ -246,7 +240,6 @@ class Walk:
         agent: Agent = copy.deepcopy(self.at[name].things[number])
         machine = agent.machine
         machine._can_hold = lambda source: self.held and agent.lane == "free"
-        machine._hand_over = lambda source, calls: () if self.hand else None
         sent: list[tuple[int, int]] = []
         match event:
             case ("call", i):
@@ -392,10 +385,6 @@ class Walk:
                     timers.append((name, event))
                     continue
                 busy = True
-                if event == ("moved", True) and self.taken_back(agent, now):
-                    if not self.checked:
-                        raise Violation(f"{name} commits what it has read from memory that was taken back")
-                    event = ("moved", False)
                 yield True, (name, *event), self.step(state, name, event)
             for event in may if agent.dead else (*may, ("crash",)):
                 if (after := self.spend(spent, name, event, agent)) is not None:
@@ -423,14 +412,6 @@ class Walk:
         if not busy:
             for name, event in timers:
                 yield True, (name, *event), self.step(state, name, event)
-
-    def taken_back(self, agent: Agent, now: list[Agent]) -> bool:
-        """Whether the calls whose memory ``agent`` has read, to decide by itself, have returned meanwhile."""
-        current = agent.machine.current
-        if current is None or not current.decides:
-            return False
-        lender = now[self.index[current.coordinator]]
-        return any(isinstance(t, Told) and t.seq == current.seq for t in lender.calls.values())
 
     def silence(self, state: tuple[int, ...], pairs: Iterable[tuple[str, str]]) -> tuple[int, ...]:
         """Nothing is on these links any more."""
