@@ -261,9 +261,9 @@ def main() -> None:
     if not chosen:
         parser.error(f"no row has {options.only!r} in its name; without --only all are measured, which shows the names")
     print(
-        f"\nRanks of the source -> ranks of the target; a matrix has {options.mib} MiB. local: one agent, host: two agents of a"
-        "\nhost. GB/s of the transfer, and of the copy at the machine's limit. of limit: median of the ratios of each transfer"
-        "\nto the copy before it, so it is not that of the two columns."
+        f"\nRanks of the source -> ranks of the target; a matrix has {options.mib} MiB. local: one agent; host: two"
+        "\non a host. GB/s of the transfer, and of the copy at the machine's limit. of limit: median of the ratios of"
+        "\neach transfer to the copy before it, so it is not the ratio of the two columns."
     )
     print(f"\n{'':62} {'ms':>8} {'GB/s':>7} {'limit':>7} {'of limit':>9} {'goal':>5}")
     for case in chosen:
