@@ -417,9 +417,13 @@ class TensorBusClient(OfOneProcess):
                 return found
         work = inner.transfer_after(mark, verb, snapshot=snapshot, blocks=blocking and not snapshot, **options)
         if snapshot or blocking:
-            with quick_switches():
-                result: TransferResult | TransferFuture = self._run(work)
-            return result
+            try:
+                with quick_switches():
+                    result: TransferResult | TransferFuture = self._run(work)
+                return result
+            except BaseException:
+                mark.lease.leave()
+                raise
         try:
             entered = self._enter()
         except BaseException:

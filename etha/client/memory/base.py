@@ -26,6 +26,7 @@ from etha.memory.handles import TensorHandle
 from etha.torch_types import is_async_collective, is_dtensor
 
 if TYPE_CHECKING:
+    from etha.memory.revocation import RevocationPage
     from etha.native.unmoved import PlaceTable
 
 #: See ``fingerprint``.
@@ -42,18 +43,44 @@ class Mark:
     for.
 
     ``failed``: why the mark could not be made. ``end`` is called when the call has ended; dropping the last reference
-    to the mark calls it, too.
+    to the mark calls it, too. ``lease`` is what the call lends from then on.
     """
 
     handle: bytes = b""
     event: int = 0
     failed: TransferError | None = None
     end: Callable[[], object] = _nothing
+    lease: Lease = field(default_factory=lambda: Lease())
 
     def check(self) -> None:
         """Raise TransferError if the mark could not be made."""
         if self.failed is not None:
             raise self.failed
+
+
+class Lease:
+    """The memory that a call lends, for the thread that waits for the call.
+
+    That thread may leave before the call has ended: a second Ctrl-C does not wait. Its tensors are its own again then,
+    so nobody may take what it writes into them for what it has sent. Either thread may come first.
+    """
+
+    def __init__(self) -> None:
+        self._lent: tuple[RevocationPage, int] | None = None
+        self._left = False
+
+    def lend(self, page: RevocationPage, word: int) -> None:
+        """The call lends its memory under this word; no longer, if its thread has left."""
+        self._lent = (page, word)
+        if self._left:
+            page.revoke(word)
+
+    def leave(self) -> None:
+        """The thread leaves: take the memory back. Idempotent, and harmless after the call's end."""
+        self._left = True
+        if self._lent is not None:
+            page, word = self._lent
+            page.revoke(word)
 
 
 @dataclass(slots=True, kw_only=True)
