@@ -61,8 +61,9 @@ class SimulatedWorker:
             start=start_time(pid),
         )
         self._peer = Peer(
-            key=f"{side}-{rank}", pid=pid, uid=os.getuid(), start=self._hello.start, hello=self._hello, post=self._post
-        )
+            key=f"{side}-{rank}", pid=pid, uid=os.getuid(), start=self._hello.start, hello=self._hello, post=self._post,
+            hand=lambda *_: False,  # it shows its memory to nobody
+        )  # fmt: skip
 
     def connect(self) -> None:
         """Open a session. Call it as the agent."""
