@@ -422,7 +422,7 @@ class TensorBusClient(OfOneProcess):
                     result: TransferResult | TransferFuture = self._run(work)
                 return result
             except BaseException:
-                mark.lease.leave()
+                mark.lent.leave()
                 raise
         try:
             entered = self._enter()

@@ -225,7 +225,7 @@ async def _once(
 ) -> TransferResult:
     page, link = registration.connection.page, registration.connection.link
     word = page.open() if direct is None else direct.word
-    mark.lease.lend(page, word)
+    mark.lent.lend(page, word)
     confirmed: list[Answer | None] = []
     progress, shield = ProgressCallback(on_progress, registration.batch), Shield()
     timeout = deadline.left

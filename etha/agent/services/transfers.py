@@ -228,14 +228,14 @@ class TransferService:
         self._perform(batch, batch.participant.on_agent_lost(agent, by_word=by_word))
 
     def _perform(self, batch: RegisteredBatch, effects: list[TransferEffect]) -> None:
-        told: list[Message] = []  # what is for one agent, in a row
+        joined: list[Message] = []  # what is for one agent, in a row
         for effect, following in pairwise([*effects, None]):
             match effect:
                 case Tell(agent=agent, message=message):
-                    told.append(message)
+                    joined.append(message)
                     if not (isinstance(following, Tell) and following.agent == agent):
-                        self._links.tell(agent, batch.scope, *told)
-                        told.clear()
+                        self._links.tell(agent, batch.scope, *joined)
+                        joined.clear()
                 case StartMove():
                     self._begin(batch, effect)
                 case StopMove():

@@ -43,14 +43,14 @@ class Mark:
     for.
 
     ``failed``: why the mark could not be made. ``end`` is called when the call has ended; dropping the last reference
-    to the mark calls it, too. ``lease`` is what the call lends from then on.
+    to the mark calls it, too. ``lent`` is what the call lends from then on.
     """
 
     handle: bytes = b""
     event: int = 0
     failed: TransferError | None = None
     end: Callable[[], object] = _nothing
-    lease: Lease = field(default_factory=lambda: Lease())
+    lent: LentMemory = field(default_factory=lambda: LentMemory())
 
     def check(self) -> None:
         """Raise TransferError if the mark could not be made."""
@@ -58,7 +58,7 @@ class Mark:
             raise self.failed
 
 
-class Lease:
+class LentMemory:
     """The memory that a call lends, for the thread that waits for the call.
 
     That thread may leave before the call has ended: a second Ctrl-C does not wait. Its tensors are its own again then,

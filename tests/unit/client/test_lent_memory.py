@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from etha.client.memory.base import Lease, Mark
+from etha.client.memory.base import LentMemory, Mark
 from etha.client.sync import TensorBusClient
 from etha.memory.revocation import LentPage, RevocationPage
 
@@ -26,19 +26,19 @@ def lends(page: RevocationPage, word: int) -> bool:
 
 @pytest.mark.parametrize("first", ["lends", "leaves"])
 def test_a_thread_that_leaves_takes_its_memory_back(page: RevocationPage, first: str) -> None:
-    lease, word = Lease(), page.open()
-    steps = [lambda: lease.lend(page, word), lease.leave]
+    lent, word = LentMemory(), page.open()
+    steps = [lambda: lent.lend(page, word), lent.leave]
     for step in steps if first == "lends" else steps[::-1]:
         step()
     assert not lends(page, word)
 
 
 def test_a_call_that_has_ended_takes_nothing_from_the_next_one(page: RevocationPage) -> None:
-    lease, word = Lease(), page.open()
-    lease.lend(page, word)
+    lent, word = LentMemory(), page.open()
+    lent.lend(page, word)
     page.revoke(word)
     following = page.open()
-    lease.leave()
+    lent.leave()
     assert lends(page, following) and not lends(page, word)
 
 
@@ -60,7 +60,7 @@ def test_an_interrupted_call_of_a_blocking_client_lends_nothing_any_more(
             return "work"
 
     def run(work: str) -> None:
-        mark.lease.lend(page, word)
+        mark.lent.lend(page, word)
         assert lends(page, word)
         raise error
 
