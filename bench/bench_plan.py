@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from pairs import PAIRS, Pair, paths
 
+from etha.commands.planfile import plan_of, read_plan, read_sides
 from etha.plan import PlanStats
 from etha.plan.layouts import cells
-from etha.planfile import plan_of, read_plan, read_sides
 
 #: The prototype's GB on the busiest NIC, out and in.
 PROTOTYPE = {

@@ -42,8 +42,8 @@ def plan(
     if plot is not None:
         check_path(plot)
     with progress("importing torch") as bar:
+        from etha.commands.planfile import read_plan
         from etha.plan import Links
-        from etha.planfile import read_plan
 
         bar.at(0, None, "planning")
         built = read_plan(source, target)

@@ -14,10 +14,10 @@ from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from etha.commands.planfile import read_plan
 from etha.errors import ConfigError, LayoutError, PlanError
 from etha.plan import Layout, build_plan, describe, side_from_plain
 from etha.plan.analysis.json import expand, layout_to_plain
-from etha.planfile import read_plan
 
 F32 = {"shape": [1], "dtype": "float32"}
 BENCH = Path(__file__).resolve().parents[4] / "bench"

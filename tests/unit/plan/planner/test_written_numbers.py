@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from etha.agent.protocol import evaluation
+from etha.commands.planfile import read_plan, read_sides
 from etha.config import STAGING
 from etha.plan import Layout, PlanStats, TensorSpec, build_agent_plan, build_plan
 from etha.plan.planner.rank_plan import Region
-from etha.planfile import read_plan, read_sides
 from etha.redistribute.request import without_kept
 from etha.redistribute.route import make_route
 from etha.transport.wire.crossings import Crossings
